@@ -1,0 +1,51 @@
+"""Agentic RL for GPT-OSS on top of TRL, transformers and Accelerate.
+
+Importing the package registers `attn_implementation="sink_fa3"` and `experts_implementation="gptoss_fused"` with
+transformers. It downloads nothing and touches no GPU; everything heavy is imported on first use.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import attention as _attention
+from . import experts as _experts
+
+__version__ = "0.1.0.dev0"
+
+_attention.register()
+_experts.register()
+
+_LAZY = {
+    "GptOssGRPOConfig": "trainers",
+    "GptOssGRPOTrainer": "trainers",
+    "Trajectory": "trajectory",
+    "Turn": "trajectory",
+    "StopReason": "trajectory",
+    "PythonTool": "environments",
+    "math_reward": "rewards",
+    "format_reward": "rewards",
+    "sink_attention": "attention",
+    "fused_elementwise": "experts",
+}
+
+__all__ = sorted(_LAZY)
+
+if TYPE_CHECKING:
+    from .attention import sink_attention
+    from .environments import PythonTool
+    from .experts import fused_elementwise
+    from .rewards import format_reward, math_reward
+    from .trainers import GptOssGRPOConfig, GptOssGRPOTrainer
+    from .trajectory import StopReason, Trajectory, Turn
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'trl_gptoss' has no attribute {name!r}; it exports {', '.join(__all__)}")
+    value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,5 @@
+"""`experts_implementation="gptoss_fused"`."""
+
+
+def register() -> None:
+    """Register `gptoss_fused` with transformers. Cheap: no kernel is loaded here."""
