@@ -16,8 +16,9 @@ TAIL = 4096  # characters at the end of a text in which an answer is looked for
 _ANSWER = re.compile(r"\banswer\b[^\n:=]{0,40}?(?:\bis\b|\bare\b|:|=)", re.IGNORECASE)
 _NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
 _PLAIN_NUMBER = re.compile(_NUMBER)
+# parentheses and "!" next to a number can mean something
 _ONE_NUMBER = re.compile(
-    rf"(?P<before>[A-Za-z\s,:;'()*]*)\$?(?P<number>{_NUMBER})(?P<after>(?:[\s,;:!'()*.][A-Za-z\s,;'()*.]*)?)"
+    rf"(?P<before>[A-Za-z\s,:;'*]*)\$?(?P<number>{_NUMBER})(?P<after>(?:[\s,;:'.*](?:[A-Za-z,;'.*][A-Za-z\s,;'!*.]*|\s*))?)"
 )
 # words that may change the value of a number next to them, left to math-verify; single letters may be variables
 _NUMBER_WORDS = re.compile(
