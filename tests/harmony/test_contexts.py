@@ -64,29 +64,15 @@ def test_result_headers(header: str, result: str, tokenizer) -> None:
 
 
 def test_trajectory_in_ids_is_the_conversation_rendered(tokenizer) -> None:
-    """Prompt, sampled call, observation and sampled answer together are what `render_prompt` makes of the messages."""
-    ids = render_prompt(CONVERSATION[:1], tokenizer)
-    sampled = THINK.replace(">t<", ">a1<") + CALL.replace('{"a":1}', '{"a":1}')
-    v = HarmonyVocabulary.of(tokenizer)
-    encoded: list[int] = []
-    for m in [
-        {"role": "assistant", "channel": "analysis", "content": "a1"},
-        {"role": "assistant", "channel": "commentary", "recipient": "functions.f", "content_type": "<|constrain|>json", "content": '{"a":1}'},
-    ]:  # fmt: skip
-        encoded += render_prompt([m], tokenizer)[
-            len(render_prompt([], tokenizer)) - 1 - len(v.encode_text("assistant")) : -1
-            - len(v.encode_text("assistant"))
-        ]
-    policy = encoded[1 + len(v.encode_text("assistant")) :]
-    assert (
-        decode(tokenizer, policy).replace(
-            " to=functions.f<|channel|>commentary", "<|channel|>commentary to=functions.f"
-        )
-        == sampled
-    )
+    """Prompt, sampled call and observation together are what `render_prompt` makes of the messages."""
+    opening = "<|start|>assistant"
+    rendered = render_prompt(CONVERSATION[:3], tokenizer)
+    prompt = render_prompt(CONVERSATION[:1], tokenizer)
+    call_id = HarmonyVocabulary.of(tokenizer).call
+    policy = rendered[len(prompt) : rendered.index(call_id) + 1]
+    assert decode(tokenizer, policy).startswith("<|channel|>analysis<|message|>a1<|end|>" + opening)
     (call,) = parse(policy, tokenizer).tool_calls
-    ids += policy + render_tool_result(call, "r1", tokenizer)
-    assert ids == render_prompt(CONVERSATION[:3], tokenizer)
+    assert rendered == prompt + policy + render_tool_result(call, "r1", tokenizer)
 
 
 def test_samples_of_two_contexts(tokenizer) -> None:
