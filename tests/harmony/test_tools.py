@@ -61,7 +61,7 @@ type weather = (_: {
 // Name of the city.
 city: string,
 // Unit of the answer.
-unit?: "c" | "f", // default: c
+unit?: "c" | "f",
 // Days ahead.
 days?: number | null,
 }) => any;
