@@ -22,7 +22,9 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "tiny-model": Command("make a warm-started tiny GPT-OSS that calls tools (CPU, minutes)", "trl_gptoss.tiny.command"),
+    "tiny-model": Command(
+        "make a warm-started tiny GPT-OSS that calls tools (CPU, minutes)", "trl_gptoss.tiny.command"
+    ),
     "report": Command("make report.html from a run directory", "trl_gptoss.report.command"),
     "env": Command("print the versions and devices a bug report needs", "trl_gptoss.system_info"),
 }

@@ -1,9 +1,9 @@
 """`report.html`: one self-contained page that shows a training run. Imports nothing else of this package.
 
-    run.py       reads the run directory
-    sections.py  decides which metric goes into which chart
-    charts.py    draws a chart as SVG
-    page.py      puts the page together; style.py is its style sheet
+run.py       reads the run directory
+sections.py  decides which metric goes into which chart
+charts.py    draws a chart as SVG
+page.py      puts the page together; style.py is its style sheet
 """
 
 from pathlib import Path

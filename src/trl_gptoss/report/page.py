@@ -10,7 +10,8 @@ from itertools import groupby
 from typing import Any
 
 from .charts import number
-from .run import Rollout, Run, Token
+from .rollouts import Rollout, Token
+from .run import Run
 from .sections import History, points, render_sections
 from .style import CSS
 
@@ -130,7 +131,9 @@ def render_page(run: Run) -> str:
         body.append(f'<h2>{escape(heading)}</h2><div class="grid-of-cards">{"".join(cards)}</div>')
     if run.rollouts:
         body.append(_rollouts(run.rollouts))
-    body.append("<footer>Faint curves are single steps, bold ones a moving average; point at a curve for its values.</footer>")
+    body.append(
+        "<footer>Faint curves are single steps, bold ones a moving average; point at a curve for its values.</footer>"
+    )
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'

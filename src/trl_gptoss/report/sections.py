@@ -117,5 +117,7 @@ def render_sections(history: History) -> list[tuple[str, list[str]]]:
             cards.append(chart(panel.title, curves, panel.note))
         result.append((heading, [card for card in cards if card]))
     rest = [n for n in names if n not in used and not HIDDEN.fullmatch(n) and len(points(history, n)) > 1]
-    result.append(("Other metrics", [c for n in rest if (c := chart(n, [Series(label=n, points=points(history, n))]))]))
+    result.append(
+        ("Other metrics", [c for n in rest if (c := chart(n, [Series(label=n, points=points(history, n))]))])
+    )
     return [(heading, cards) for heading, cards in result if cards]

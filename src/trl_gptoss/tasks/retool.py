@@ -92,7 +92,9 @@ def _reasoning_gym_rows(names: str, n_train: int, n_held_out: int, seed: int) ->
             fresh = {x["question"]: str(x["answer"]) for x in items if x["question"] not in seen}
             rows += list(fresh.items())[:per_task]
         if len(rows) < n:
-            raise ValueError(f"reasoning_gym/{names} gave {len(rows)} different problems, {n} were asked for: lower it")
+            raise ValueError(
+                f"reasoning_gym/{names} gave {len(rows)} different problems, {n} were asked for: lower it"
+            )
         random.Random(seed).shuffle(rows)
         seen.update(question for question, _ in rows)
         splits.append(rows[:n])

@@ -13,12 +13,9 @@ copy numbers yet and gets no reward to learn from.)
 """
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from transformers import PreTrainedTokenizerBase
-
-from ..tasks.retool import OPERATORS, arithmetic_problems, compute
+from ..tasks.retool import OPERATORS
 
 P_RIGHT, P_FAVOURITE_MISTAKE = 0.30, 0.45  # and 0.25 for the third operator
 FAVOURITE_MISTAKE = {"+": "-", "-": "*", "*": "+"}
