@@ -1,0 +1,102 @@
+"""Tools in the forms that users have them in, brought into one: `ToolSpec`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.utils import get_json_schema
+
+from .builtin_tools import BROWSER_DESCRIPTION, BROWSER_FUNCTIONS, BUILTIN_FUNCTIONS, PYTHON_DESCRIPTION
+
+
+@dataclass(kw_only=True, slots=True)
+class ToolSpec:
+    """A tool as the prompt declares it.
+
+    name (`str`): name without namespace.
+    description (`str`): what the model is told about it.
+    parameters (`dict` or `None`, *optional*): JSON schema of the arguments object; `None` for a tool without any.
+    builtin (`bool`, *optional*, defaults to `False`): declare it in the system message under its own name (`python`,
+        `browser`) instead of the developer message's `functions` namespace. Its calls are addressed `to=python`.
+    functions (`list[ToolSpec]`): of a builtin namespace with functions (`browser.search`, ...).
+    """
+
+    name: str
+    description: str
+    parameters: dict[str, Any] | None = None
+    builtin: bool = False
+    functions: "list[ToolSpec]" = field(default_factory=list)
+
+
+Tool = Callable[..., Any] | dict[str, Any] | ToolSpec | str
+
+
+def tool_name(tool: Tool) -> str:
+    """Name of a tool in any of the forms of `tool_spec`, without building its schema; a string is its own name."""
+    if isinstance(tool, str):
+        return tool
+    if isinstance(tool, ToolSpec):
+        return tool.name
+    if isinstance(tool, dict):
+        return _function_of(tool)["name"]
+    return tool.__name__
+
+
+def _function_of(schema: dict[str, Any]) -> dict[str, Any]:
+    function = schema.get("function", schema)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(
+            f"A tool schema needs a name: expected {{'type': 'function', 'function': {{'name': ..., 'description': ..., "
+            f"'parameters': ...}}}} or its inner part, got {schema!r}."
+        )
+    return function
+
+
+def tool_spec(tool: Tool) -> ToolSpec:
+    """`ToolSpec` of a tool.
+
+    Args:
+        tool (`Callable`, `dict`, `ToolSpec` or `str`):
+            A function or bound method with type hints and a Google-style docstring; a JSON schema, with or without the
+            outer `{"type": "function", "function": ...}`; a `ToolSpec` (returned as it is); or the name of one of
+            Harmony's builtin tools, `"python"` or `"browser"`. Harmony's own description of `python` promises a
+            stateful notebook with a drive; where that is not what runs the code, declare what does:
+            `ToolSpec(name="python", description=..., builtin=True)`.
+
+    Raises `ValueError` for a name that is no builtin and for a schema without a name, `TypeError` for anything else.
+    Functions without the hints or docstring that a schema needs raise what `transformers.utils.get_json_schema` raises.
+    """
+    if isinstance(tool, ToolSpec):
+        return tool
+    if isinstance(tool, str):
+        return _builtin(tool)
+    if isinstance(tool, dict):
+        function = _function_of(tool)
+    elif callable(tool):
+        function = _function_of(get_json_schema(tool))
+    else:
+        raise TypeError(
+            f"A tool is a function, a JSON schema (dict), a ToolSpec, or one of {', '.join(map(repr, BUILTIN_FUNCTIONS))}; got "
+            f"{type(tool).__name__}: {tool!r}."
+        )
+    return _from_schema(function)
+
+
+def _from_schema(function: dict[str, Any]) -> ToolSpec:
+    return ToolSpec(
+        name=function["name"],
+        description=function.get("description") or "",
+        parameters=function.get("parameters"),
+    )
+
+
+def _builtin(name: str) -> ToolSpec:
+    if name == "python":
+        return ToolSpec(name="python", description=PYTHON_DESCRIPTION, builtin=True)
+    if name == "browser":
+        functions = [_from_schema(function) for function in BROWSER_FUNCTIONS]
+        return ToolSpec(name="browser", description=BROWSER_DESCRIPTION, builtin=True, functions=functions)
+    raise ValueError(
+        f"Unknown builtin tool {name!r}: Harmony has {', '.join(map(repr, BUILTIN_FUNCTIONS))}. Give any other tool as "
+        "a function, a JSON schema or a ToolSpec."
+    )

@@ -1,0 +1,160 @@
+"""Running tool calls: rollouts side by side, the calls of one rollout in order, nothing able to stop the run.
+
+A Python thread cannot be killed. A call that outlives its limit by `GRACE` is therefore abandoned: the policy is told
+that it timed out, its thread is left behind as a daemon, and the rollout's toolbox is marked `hung` so that the
+environment behind it is not used again. Coroutines are cancelled at the limit, and tools that can stop their own work
+at the same limit (a sandbox that kills its process) have the time of `GRACE` to say so themselves.
+"""
+
+import asyncio
+import inspect
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..environments import ToolOutput
+from ..trajectory import ToolResult
+
+GRACE = 1.0  # seconds
+
+
+@dataclass(kw_only=True, slots=True)
+class ToolCall:
+    """One call the policy asked for.
+
+    name (`str`): name of the tool, without a namespace.
+    arguments (`dict` or `None`): parsed arguments; `None` if they are not a JSON object.
+    raw_arguments (`str`): the text as it was sampled.
+    raw (`bool`): the tool takes `raw_arguments` as its only argument (Harmony's built-in tools).
+    source (`Any`): whatever the turn format needs to render the result.
+    """
+
+    name: str
+    arguments: dict[str, Any] | None
+    raw_arguments: str
+    raw: bool = False
+    source: Any = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Toolbox:
+    """The tools of one rollout.
+
+    functions (`dict[str, Callable]`): by name; plain functions or coroutine functions.
+    declared (`list`): the same tools in the form in which the turn format declares them to the policy.
+    timeout (`float` or `None`): wall-clock limit of one call in seconds, `None` for no limit.
+    hung (`bool`): set once a call was abandoned; later calls are refused.
+    """
+
+    functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    declared: list[Any] = field(default_factory=list)
+    timeout: float | None = None
+    hung: bool = False
+
+
+def clip_output(text: str, limit: int) -> str:
+    """Cut `text` to `limit` characters, notice included. Text within the limit comes back unchanged."""
+    if len(text) <= limit:
+        return text
+    notice = f"\n[output cut: {len(text)} characters, limit {limit}]"
+    return text[: max(0, limit - len(notice))] + notice
+
+
+class ToolRunner:
+    """Runs the pending calls of many rollouts at once.
+
+    Args:
+        output_limit (`int`): most characters of one result that the policy is shown.
+        max_concurrent (`int`): most calls that run at the same time.
+        event_loop (`asyncio.AbstractEventLoop`, *optional*): a running loop for coroutine functions; needed only if
+            a toolbox has any.
+    """
+
+    def __init__(
+        self, output_limit: int, max_concurrent: int, event_loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        self.output_limit = output_limit
+        self.max_concurrent = max_concurrent
+        self.event_loop = event_loop
+
+    def run(self, pending: list[tuple[Toolbox, list[ToolCall]]]) -> list[list[ToolResult]]:
+        """Run all calls. Returns the results in the order of `pending`; never raises because of a tool."""
+        slots = threading.Semaphore(self.max_concurrent)
+        results: list[list[ToolResult]] = [[] for _ in pending]
+
+        def serve(index: int) -> None:
+            toolbox, calls = pending[index]
+            for call in calls:
+                results[index].append(self._run_one(toolbox, call, slots))
+
+        # One light thread per rollout keeps its calls in order; `slots` bounds how many really run.
+        threads = [threading.Thread(target=serve, args=(i,), daemon=True) for i in range(len(pending))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+    def _run_one(self, toolbox: Toolbox, call: ToolCall, slots: threading.Semaphore) -> ToolResult:
+        shown = call.raw_arguments if call.raw or call.arguments is None else call.arguments
+        refusal = self._refuse(toolbox, call)
+        if refusal is not None:
+            return ToolResult(
+                name=call.name, arguments=shown, text=clip_output(refusal, self.output_limit), failed=True
+            )
+        box: list[ToolResult] = []
+        worker = threading.Thread(target=self._call_into, args=(box, toolbox, call, shown), daemon=True)
+        with slots:
+            start = time.perf_counter()
+            worker.start()
+            worker.join(None if toolbox.timeout is None else toolbox.timeout + GRACE)
+            seconds = time.perf_counter() - start
+        if box:
+            result = box[0]
+        else:
+            toolbox.hung = True
+            text = f"error: {call.name} timed out after {toolbox.timeout:g} s"
+            result = ToolResult(name=call.name, arguments=shown, text=text, failed=True, timed_out=True)
+        result.text = clip_output(result.text, self.output_limit)
+        result.seconds = seconds
+        return result
+
+    def _refuse(self, toolbox: Toolbox, call: ToolCall) -> str | None:
+        """Why this call cannot run, or `None`."""
+        if call.name not in toolbox.functions:
+            known = ", ".join(sorted(toolbox.functions)) or "none"
+            return f"error: unknown tool {call.name!r}. Available tools: {known}"
+        if toolbox.hung:
+            return f"error: {call.name} is not available: an earlier call of this rollout never returned"
+        if not call.raw and call.arguments is None:
+            return f"error: the arguments of {call.name} are not a JSON object: {call.raw_arguments}"
+        return None
+
+    def _call_into(self, box: list[ToolResult], toolbox: Toolbox, call: ToolCall, shown: Any) -> None:
+        """Thread body: puts the result into `box`."""
+        function = toolbox.functions[call.name]
+        try:
+            value = function(call.raw_arguments) if call.raw else function(**call.arguments)
+            if inspect.iscoroutine(value):
+                value = self._await(value, toolbox.timeout, call.name)
+            if isinstance(value, ToolOutput):
+                text, failed, timed_out = str(value), value.failed, value.timed_out
+            else:
+                text, failed, timed_out = str(value), False, False
+        except BaseException as error:  # a tool is foreign code: even `exit()` in it must only be a failed call
+            text, failed, timed_out = f"error: {type(error).__name__}: {error}", True, isinstance(error, TimeoutError)
+        box.append(ToolResult(name=call.name, arguments=shown, text=text, failed=failed, timed_out=timed_out))
+
+    def _await(self, coroutine: Coroutine, timeout: float | None, name: str) -> Any:
+        """Run a coroutine on the shared loop, so that clients bound to a loop (HTTP sessions) keep working."""
+        if self.event_loop is None:
+            coroutine.close()
+            raise RuntimeError(f"the tool {name} is a coroutine function, but there is no event loop to run it")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.event_loop)
+        try:
+            return future.result(timeout)
+        except TimeoutError:
+            future.cancel()
+            raise TimeoutError(f"{name} timed out after {timeout:g} s" if timeout else f"{name} timed out") from None

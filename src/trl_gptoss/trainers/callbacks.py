@@ -1,0 +1,25 @@
+"""Small hooks into the training loop."""
+
+from typing import Any
+
+from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+class RolloutProgressCallback(ProgressCallback):
+    """transformers' progress bar with the reward and the tool calls per rollout of the last log behind it."""
+
+    SHOWN = {"reward": "reward", "tools/call_frequency": "tools", "completions/truncated_frequency": "truncated"}
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().on_log(args, state, control, logs=logs, **kwargs)
+        if state.is_world_process_zero and self.training_bar is not None and logs is not None:
+            shown = {short: logs[name] for name, short in self.SHOWN.items() if logs.get(name) is not None}
+            if shown:
+                self.training_bar.set_postfix({short: f"{value:.2f}" for short, value in shown.items()})

@@ -1,0 +1,112 @@
+"""What a checkpoint needs beyond transformers' own.
+
+TRL keeps three things outside of the checkpoint: its micro-batch counter, the generation batch in use, and metrics that
+are waiting for the next log. Without them a run that is resumed in the middle of a generation batch samples anew and
+takes another path. They are saved next to the random states, one file per rank, and only whole files get their name.
+"""
+
+import copy
+import json
+import os
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+
+@dataclass(kw_only=True, slots=True)
+class LoopState:
+    """Where a run is between two optimizer steps.
+
+    step (`int`): micro-batches done.
+    generated_at (`int`): optimizer steps done when the batch in use was generated.
+    buffered_inputs (`list[dict]` or `None`): slices of the generation batch; `None` if the next micro-batch generates.
+    metrics (`dict[str, list[float]]`): values that are waiting for the next log.
+    running_loss (`float`): sum of the losses since the last log.
+    last_logged_step (`int`): optimizer step of the last log.
+    """
+
+    step: int
+    generated_at: int
+    buffered_inputs: list[dict[str, Any]] | None
+    metrics: dict[str, list[float]]
+    running_loss: float
+    last_logged_step: int
+
+    def save(self, directory: str, rank: int) -> None:
+        """Write to `directory` under its final name only once it is complete."""
+        path = loop_state_path(directory, rank)
+        temporary = path.with_suffix(".tmp")
+        torch.save({name: getattr(self, name) for name in self.__slots__}, temporary)
+        os.replace(temporary, path)
+
+    @classmethod
+    def load(cls, directory: str, rank: int, device: torch.device) -> "LoopState":
+        """Read what `save` wrote; tensors come to `device`."""
+        return cls(**torch.load(loop_state_path(directory, rank), map_location=device, weights_only=True))
+
+
+def loop_state_path(directory: str | Path, rank: int) -> Path:
+    return Path(directory) / f"loop_state_{rank}.pt"
+
+
+@dataclass(kw_only=True, slots=True)
+class RandomState:
+    """The random generators of this process: Python, numpy, torch on the CPU and on its GPU."""
+
+    python: Any
+    numpy: Any
+    cpu: torch.Tensor
+    cuda: torch.Tensor | None
+
+    @classmethod
+    def capture(cls) -> "RandomState":
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        return cls(
+            python=random.getstate(), numpy=copy.deepcopy(np.random.get_state()), cpu=torch.get_rng_state(), cuda=cuda
+        )
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)
+
+
+def is_complete(checkpoint: Path, world_size: int) -> bool:
+    """Whether everything of a checkpoint was written. transformers writes the trainer state last."""
+    if not all(loop_state_path(checkpoint, rank).is_file() for rank in range(world_size)):
+        return False
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return False
+    return True
+
+
+def last_complete_checkpoint(output_dir: str, world_size: int) -> str:
+    """The newest checkpoint that was written to its end.
+
+    Raises:
+        ValueError: there is none; the message names the incomplete ones.
+    """
+    found = {
+        int(match[1]): path
+        for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if (match := re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name))
+    }
+    for step in sorted(found, reverse=True):
+        if is_complete(found[step], world_size):
+            return str(found[step])
+    incomplete = ", ".join(found[step].name for step in sorted(found)) or "none"
+    raise ValueError(
+        f"No complete checkpoint of {world_size} process(es) in {output_dir} (incomplete, of another trainer or of "
+        f"another number of processes: {incomplete}). Start without resume_from_checkpoint."
+    )

@@ -1,0 +1,310 @@
+"""`GptOssGRPOTrainer`: TRL's GRPO with a token-exact tool loop and a ratio that is exactly 1 where it has to be."""
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import is_peft_model
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch import nn
+from torch.utils.data import Sampler
+from transformers import (
+    AutoProcessor,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+)
+from transformers.trainer_callback import ProgressCallback
+from trl import GRPOTrainer
+from trl.extras.profiling import profiling_context
+from trl.models import unwrap_model_for_generation
+from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
+from trl.trainer.utils import get_config_model_id
+
+from ..harmony import HarmonyVocabulary, is_harmony, set_response_template
+from ..rollouts import RolloutLimits, ToolRunner
+from ..rollouts.transformers_backend import TransformersBackend
+from .callbacks import RolloutProgressCallback
+from .config import GptOssGRPOConfig
+from .environments import bind_environments
+from .guards import check_model
+from .harmony_rollouts import HarmonyRollouts
+from .loading import model_init_kwargs
+from .on_policy import OnPolicyMixin
+from .resumable import ResumableMixin
+from .reward_guard import discard_failed_rows, guard
+from .rollout_metrics import gather_rollout_metrics
+from .sampled_logs import SampledLogs, SampledRollout
+from .sampling import EpochRepeatSampler
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
+
+class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
+    """[`~trl.GRPOTrainer`] for GPT-OSS and other models.
+
+    The tokenizer decides how completions are made: with a Harmony tokenizer by the token-in/token-out loop of
+    `trl_gptoss.rollouts`, with any other one, or with a `rollout_func`, by TRL itself. Everything else is the same for
+    all models. Arguments are those of [`~trl.GRPOTrainer`], with a [`GptOssGRPOConfig`]; reward functions additionally
+    get `trajectories` (`list[Trajectory]`) with Harmony tokenizers, and `completions` hold every message with its
+    channel.
+
+    Overridden methods, and why:
+        `__init__`: loading of GPT-OSS, guards, stop ids, the rollout engine.
+        `_generate_and_score_completions`: rows are kept for their columns; remembers which weights generated.
+        `_generate`: the Harmony loop.
+        `_calculate_rewards`: a failed reward function discards its rows.
+        `_get_train_sampler`, `_start_epoch`: a shuffle that can be resumed in any epoch.
+        `log`: sampled rollouts to disk, conversations to the terminal.
+        In [`OnPolicyMixin`]: `compute_loss`, `training_step`, `_get_per_token_logps_and_entropies`: the ratio.
+        In [`ResumableMixin`]: `train`, `_save_rng_state`, `_load_rng_state`: exact resumption.
+    """
+
+    _tag_names = ["trl", "grpo", "trl-gptoss"]
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | PeftModel",
+        reward_funcs: RewardFunc | list[RewardFunc] | None = None,
+        args: GptOssGRPOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset
+        | IterableDataset
+        | DatasetDict
+        | IterableDatasetDict
+        | dict[str, Dataset | IterableDataset]
+        | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: "PeftConfig | None" = None,
+        tools: list[Callable] | None = None,
+        rollout_func: RolloutFunc | None = None,
+        environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
+    ) -> None:
+        model_id = model if isinstance(model, str) else get_config_model_id(model.config)
+        if args is None:
+            args = GptOssGRPOConfig(f"{model_id.split('/')[-1]}-GRPO")
+        if isinstance(model, str):
+            args.model_init_kwargs = model_init_kwargs(model, args.model_init_kwargs, args.trust_remote_code)
+        else:
+            check_model(model)
+        if processing_class is None:
+            processing_class = AutoProcessor.from_pretrained(
+                model_id,
+                revision=(args.model_init_kwargs or {}).get("revision") if isinstance(model, str) else None,
+                truncation_side="left",
+                padding_side="left",
+                trust_remote_code=args.trust_remote_code,
+            )
+        self.speaks_harmony = isinstance(processing_class, PreTrainedTokenizerBase) and is_harmony(processing_class)
+        if self.speaks_harmony:
+            set_response_template(processing_class)
+            if args.use_transformers_continuous_batching:
+                raise ValueError(
+                    "use_transformers_continuous_batching=True does not work with Harmony rollouts: continuous batching "
+                    "knows only the attention names of transformers. Unset it, or use use_vllm=True."
+                )
+        environment_factory = bind_environments(environment_factory, args)
+        super().__init__(
+            model=model,
+            reward_funcs=reward_funcs,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
+        check_model(self._base_model)
+        self.reward_funcs = [
+            f if isinstance(f, nn.Module) else guard(f, name)
+            for f, name in zip(self.reward_funcs, self.reward_func_names)
+        ]
+        self.sampled_logs = SampledLogs(args, self._tokenizer, self.speaks_harmony)
+        self._train_sampler: EpochRepeatSampler | None = None
+        self._rows: list[dict[str, Any]] = []
+        self._local_rewards: torch.Tensor | None = None
+        self._engine = self._build_engine() if self.speaks_harmony and rollout_func is None else None
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(RolloutProgressCallback())
+
+    @property
+    def _base_model(self) -> PreTrainedModel:
+        return self.model.get_base_model() if is_peft_model(self.model) else self.model
+
+    # ---- generation ----
+
+    def _build_engine(self) -> HarmonyRollouts:
+        stop_ids = HarmonyVocabulary.of(self._tokenizer).stop_ids
+        self._base_model.generation_config.eos_token_id = list(stop_ids)
+        self.eos_token_ids = list(stop_ids)
+        args = self.args
+        if self.use_vllm:
+            from ..rollouts.vllm_backend import VllmBackend
+
+            backend = VllmBackend(self.vllm_generation, self.accelerator, stop_ids, self._sync_vllm_weights)
+        else:
+            self.generation_config.eos_token_id = list(stop_ids)
+            backend = TransformersBackend(
+                open_model=self._open_model,
+                generation_config=self.generation_config,
+                stop_ids=stop_ids,
+                pad_id=self._tokenizer.pad_token_id,
+                device=self.accelerator.device,
+                collective=self._dist.is_zero3 or self._dist.is_fsdp,
+            )
+        limits = RolloutLimits(
+            max_turns=args.max_turns,
+            max_rollout_tokens=args.max_rollout_tokens or sys.maxsize,
+            max_context=self._context_length(),
+        )
+        runner = ToolRunner(
+            output_limit=args.tool_output_limit,
+            max_concurrent=args.max_concurrent_tools,
+            event_loop=self.async_loop if self._has_async_funcs else None,
+        )
+        return HarmonyRollouts(args, self._tokenizer, backend, runner, limits, self._any_rank)
+
+    def _context_length(self) -> int:
+        if self.use_vllm and self.vllm_mode == "colocate":
+            return self.vllm_generation.llm.llm_engine.model_config.max_model_len
+        return self._base_model.config.get_text_config().max_position_embeddings
+
+    @contextmanager
+    def _open_model(self) -> Iterator[PreTrainedModel]:
+        """The policy for `generate`, as TRL opens it: unwrapped, gathered under ZeRO-3 and FSDP1."""
+        with (
+            profiling_context(self, "transformers.generate"),
+            unwrap_model_for_generation(
+                self.model_wrapped,
+                self.accelerator,
+                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
+                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+            ) as model,
+            self._dist.summon_full_params(self.model_wrapped, recurse=False),
+        ):
+            yield model
+
+    def _sync_vllm_weights(self) -> None:
+        if self.state.global_step != self._last_loaded_step:
+            with profiling_context(self, "sync_weights"):
+                self.vllm_generation.sync_weights()
+            self._last_loaded_step = self.state.global_step
+
+    def _any_rank(self, here: bool) -> bool:
+        flags = self.accelerator.gather(torch.tensor([int(here)], device=self.accelerator.device))
+        return bool(flags.any())
+
+    def _generate(self, prompts: list) -> tuple:
+        if self._engine is None:
+            return super()._generate(prompts)
+        mode = "train" if self.model.training else "eval"
+        functions: list[dict[str, Callable]] = [{} for _ in prompts]
+        if self.tools:
+            functions = [{**a, **b} for a, b in zip(self._sync_tool_dicts, self._async_tool_dicts, strict=True)]
+        episodes = self._engine.run(copy.deepcopy(prompts), self._rows, functions, self.environments)
+        self._retire_hung_environments(episodes)
+        trajectories = [e.trajectory for e in episodes]
+        metrics, tokens = gather_rollout_metrics(trajectories, self._engine.stop_ids, self.accelerator)
+        if mode == "train":
+            self.state.num_input_tokens_seen += tokens
+        self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
+        for name, value in metrics.items():
+            self._metrics[mode][name].append(value)
+        logps = [t.sampling_logps for t in trajectories]
+        return (
+            [t.prompt_ids for t in trajectories],
+            [t.completion_ids for t in trajectories],
+            [t.loss_mask for t in trajectories],
+            [e.messages for e in episodes],
+            None if any(p is None for p in logps) else logps,
+            {"trajectories": trajectories},
+            None,
+            [],
+        )
+
+    def _retire_hung_environments(self, episodes: list) -> None:
+        """An environment whose tool never returned may still be written to by that call: never use it again."""
+        if self.environments is None:
+            return
+        hung = {id(env) for env, episode in zip(self.environments, episodes) if episode.toolbox.hung}
+        for name, pool in self._environment_pool.items():
+            self._environment_pool[name] = [env for env in pool if id(env) not in hung]
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        # Copies: TRL writes the trajectories into the rows, and an iterable data set may yield one object many times.
+        self._rows = [dict(row) for row in inputs]
+        training = self.model.training
+        with self._without_second_forward():
+            output = super()._generate_and_score_completions(self._rows)
+        if training:
+            self._generated_at = self.state.global_step
+            self.sampled_logs.remember(
+                [
+                    SampledRollout(
+                        prompt=row.get("prompt"),
+                        trajectory=row.get("trajectories"),
+                        rewards=dict(zip(self.reward_func_names, rewards)),
+                        advantage=advantage,
+                    )
+                    for row, rewards, advantage in zip(
+                        self._rows, self._local_rewards.tolist(), output["advantages"].tolist()
+                    )
+                ]
+            )
+        return output
+
+    # ---- rewards, data, logs ----
+
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: list, completions: list, completion_ids_list: list[list[int]]
+    ) -> torch.Tensor:
+        rewards_NF = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        rewards_NF = discard_failed_rows(rewards_NF)
+        start = self.accelerator.process_index * len(prompts)
+        self._local_rewards = rewards_NF[start : start + len(prompts)]
+        return rewards_NF
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
+        sampler = super()._get_train_sampler(dataset)
+        self._train_sampler = EpochRepeatSampler(
+            data_source=sampler.data_source,
+            mini_repeat_count=sampler.mini_repeat_count,
+            batch_size=sampler.batch_size,
+            repeat_count=sampler.repeat_count,
+            shuffle=sampler.shuffle,
+            seed=sampler.seed,
+        )
+        return self._train_sampler
+
+    def _start_epoch(self, epoch: int) -> None:
+        if self._train_sampler is not None:  # an iterable data set has none
+            self._train_sampler.epoch = epoch
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        training = self.model.training
+        # TRL prints a table of texts where we print conversations; what it writes to disk and to trackers stays.
+        printed = self.num_completions_to_print
+        if self.speaks_harmony:
+            self.num_completions_to_print = 0
+        try:
+            super().log(logs, start_time)
+        finally:
+            self.num_completions_to_print = printed
+        if training and self.accelerator.is_main_process:
+            self.sampled_logs.write(self.state.global_step)

@@ -1,0 +1,100 @@
+"""Refuse to train GPT-OSS with an implementation that computes another function or another gradient.
+
+GPT-OSS adds a learned logit per head (the sink) to the denominator of its attention softmax, and its experts use a
+clamped SwiGLU with alpha = 1.702. An implementation that does not know either still runs, and trains another model
+without a word. docs/trainers.md says how each of these was checked.
+"""
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from .loading import ATTENTION, EXPERTS, is_gpt_oss
+
+_NO_SINK = (
+    "it has no attention sinks: the sink logits are left out of the softmax, so the model computes another function"
+)
+_FROZEN_SINK = "it applies the sinks but returns no gradient for them, so they silently stay at their initial values"
+_NO_PACKING = (
+    "GPT-OSS gives no position_ids to the mask of this implementation, so the packed sequences attend to each other"
+)
+
+# Names are compared without their "paged|" prefix and "@revision" suffix.
+_REFUSED_ATTENTION = {
+    "sdpa": _NO_SINK,
+    "flash_attention_2": "transformers drops the sinks when the flash kernel has no argument for them",
+    "flash_attention_3": "transformers drops the sinks when the flash kernel has no argument for them",
+    "kernels-community/flash-attn": _NO_SINK,
+    "kernels-community/flash-attn2": _NO_SINK,
+    "kernels-community/flash-attn3": _NO_SINK,
+    "kernels-community/vllm-flash-attn3": _FROZEN_SINK,
+    "kernels-community/metal-flash-sdpa": _FROZEN_SINK,
+    "kernels-community/aiter-flash-attn": _FROZEN_SINK,
+}
+_TRUSTED_ATTENTION = {ATTENTION, "eager", "flex_attention", "flash_attention_4"}
+_PADDED_ONLY = {"eager", "flex_attention"}
+
+_REFUSED_EXPERTS = {
+    "sonicmoe": "it computes a plain SwiGLU instead of GPT-OSS's clamped one (alpha 1.702, limit 7, up + 1)",
+    "deepgemm": "its kernels have no backward",
+    "batched_mm": "it gathers a copy of the expert weights for every token (133 MB per token and layer of the 120B), "
+    "which no training batch fits into memory",
+}
+
+
+def check_attention(config: PretrainedConfig, *, packed: bool = False) -> None:
+    """Refuse an attention that drops the sinks of GPT-OSS or their gradient. Other models pass.
+
+    Args:
+        config ([`~transformers.PretrainedConfig`]): the model's, after its attention was set.
+        packed (`bool`, *optional*, defaults to `False`): whether several sequences share a row (packing,
+            padding-free batches).
+
+    Raises:
+        ValueError: what was found, why it is wrong, and what to set.
+    """
+    if not is_gpt_oss(config):
+        return
+    found = config.get_text_config()._attn_implementation
+    name = found.removeprefix("paged|").split("@")[0].split(":")[0]
+    if name in _REFUSED_ATTENTION:
+        reason = _REFUSED_ATTENTION[name]
+    elif "/" in name:
+        reason = "kernels from the Hub are not known to return the gradient of the sinks"
+    elif packed and name in _PADDED_ONLY:
+        reason = _NO_PACKING
+    elif name not in _TRUSTED_ATTENTION:
+        reason = "it is not known to apply the sinks and to return their gradient"
+    else:
+        return
+    trusted = sorted(_TRUSTED_ATTENTION - _PADDED_ONLY if packed else _TRUSTED_ATTENTION)
+    raise ValueError(
+        f"attn_implementation={found!r} cannot train GPT-OSS{' on packed sequences' if packed else ''}: {reason}. "
+        f"Load the model with attn_implementation={ATTENTION!r} (possible: {', '.join(trusted)})."
+    )
+
+
+def check_experts(model: PreTrainedModel) -> None:
+    """Refuse an experts implementation that GPT-OSS cannot be trained with. Other models pass.
+
+    Raises:
+        ValueError: what was found, why it is wrong, and what to set.
+    """
+    if not is_gpt_oss(model.config):
+        return
+    found = model.config.get_text_config()._experts_implementation
+    if found in _REFUSED_EXPERTS:
+        raise ValueError(
+            f"experts_implementation={found!r} cannot train GPT-OSS: {_REFUSED_EXPERTS[found]}. Load the model with "
+            f"experts_implementation={EXPERTS!r} (or 'grouped_mm', 'eager')."
+        )
+    if model.use_kernels:
+        raise ValueError(
+            "use_kernels=True cannot train GPT-OSS: it replaces whole layers (the experts among them) by kernels from "
+            f"the Hub that were made for inference. Load the model without it; experts_implementation={EXPERTS!r} is "
+            "the fast way to train the experts."
+        )
+
+
+def check_model(model: PreTrainedModel, *, packed: bool = False) -> None:
+    """[`check_attention`] and [`check_experts`] of one model."""
+    check_attention(model.config, packed=packed)
+    check_experts(model)

@@ -1,0 +1,111 @@
+"""From a batch of data set rows to finished Harmony rollouts."""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from trl.data_utils import is_conversational
+
+from ..environments import Environment
+from ..harmony import HarmonyVocabulary, render_prompt
+from ..rollouts import Episode, GenerationBackend, RolloutLimits, Toolbox, ToolRunner, run_episodes
+from ..rollouts.harmony_format import HarmonyFormat
+from ..trajectory import Trajectory
+from .config import GptOssGRPOConfig
+
+
+class HarmonyRollouts:
+    """Renders prompts, runs the loop, and keeps a batch's rollouts in the order of its rows.
+
+    Args:
+        args ([`GptOssGRPOConfig`]): budgets, limits, date and effort.
+        tokenizer (`PreTrainedTokenizerBase`): a Harmony tokenizer.
+        backend ([`GenerationBackend`]): what samples.
+        tools ([`ToolRunner`]): what executes calls.
+        limits ([`RolloutLimits`]): budgets of one rollout.
+        any_rank_running (`Callable[[bool], bool]`): logical or over all ranks.
+    """
+
+    def __init__(
+        self,
+        args: GptOssGRPOConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        backend: GenerationBackend,
+        tools: ToolRunner,
+        limits: RolloutLimits,
+        any_rank_running: Callable[[bool], bool],
+    ) -> None:
+        self.args = args
+        self.tokenizer = tokenizer
+        self.backend = backend
+        self.tools = tools
+        self.limits = limits
+        self.any_rank_running = any_rank_running
+        self.turn_format = HarmonyFormat(tokenizer)
+        self.stop_ids = HarmonyVocabulary.of(tokenizer).stop_ids
+
+    def run(
+        self,
+        prompts: list[list[dict[str, Any]]],
+        rows: list[dict[str, Any]],
+        functions: list[dict[str, Callable[..., Any]]],
+        environments: list[Any] | None,
+    ) -> list[Episode]:
+        """Run one rollout per row.
+
+        Args:
+            prompts (`list[list[dict]]`): messages of each row.
+            rows (`list[dict]`): the data set rows; a column `reasoning_effort` goes before the configured one.
+            functions (`list[dict[str, Callable]]`): the tools of each rollout by name.
+            environments (`list` or `None`): the environment of each rollout.
+
+        Returns:
+            `list[Episode]`: in the order of the rows.
+        """
+        boxes = [
+            self._toolbox(tools, environments[i] if environments is not None else None)
+            for i, tools in enumerate(functions)
+        ]
+        rendered: dict[str, list[int]] = {}  # the rollouts of a group share their prompt
+        episodes = []
+        for i, (messages, row, toolbox) in enumerate(zip(prompts, rows, boxes, strict=True)):
+            effort = row.get("reasoning_effort") or self.args.reasoning_effort
+            key = repr((messages, effort, sorted(toolbox.functions)))
+            if key not in rendered:
+                rendered[key] = self._render(messages, toolbox, effort)
+            environment = environments[i] if environments is not None else None
+            episodes.append(
+                Episode(
+                    trajectory=Trajectory(prompt_ids=list(rendered[key])),
+                    toolbox=toolbox,
+                    environment=environment if isinstance(environment, Environment) else None,
+                )
+            )
+        run_episodes(
+            episodes, self.backend, self.turn_format, self.tools, self.limits, self.stop_ids, self.any_rank_running
+        )
+        return episodes
+
+    def _toolbox(self, functions: dict[str, Callable[..., Any]], environment: Any) -> Toolbox:
+        """Built-in tools are declared by their Harmony name, the others by their signature."""
+        timeout, builtin = self.args.tool_timeout, ()
+        if isinstance(environment, Environment):
+            builtin = environment.builtin_tools
+            if environment.tool_timeout is not None:
+                timeout = environment.tool_timeout
+        declared = [name if name in builtin else function for name, function in functions.items()]
+        return Toolbox(functions=functions, declared=declared, timeout=timeout)
+
+    def _render(self, messages: list[dict[str, Any]], toolbox: Toolbox, effort: str) -> list[int]:
+        if not is_conversational({"prompt": messages}):
+            raise ValueError(
+                f"Harmony prompts are lists of messages ([{{'role': 'user', 'content': ...}}]), the column `prompt` "
+                f"holds {type(messages).__name__}: {str(messages)[:80]!r}."
+            )
+        return render_prompt(
+            messages,
+            self.tokenizer,
+            tools=toolbox.declared,
+            reasoning_effort=effort,
+            date=self.args.prompt_date,
+        )

@@ -1,0 +1,157 @@
+"""Resuming where a run stopped: the same curves as if it had not."""
+
+from pathlib import Path
+from typing import Any
+
+from accelerate.logging import get_logger
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput
+from trl import GRPOTrainer
+
+from .checkpointing import LoopState, RandomState, is_complete, last_complete_checkpoint
+from .interruption import Interruption
+
+logger = get_logger(__name__)
+
+
+class ResumableMixin(GRPOTrainer):
+    """The methods of the trainer that checkpoints depend on.
+
+    Overridden, and why:
+        `train`: finds complete checkpoints, handles signals, saves the last finished step when something fails.
+        `_save_rng_state`, `_load_rng_state`: what TRL keeps outside of checkpoints goes along with the random states.
+    """
+
+    _snapshot: tuple[int, LoopState, RandomState] | None = None
+    _optimizer_is_stepping: bool = False
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir, self.args.world_size)
+        self._interruption = Interruption(single_process=self.args.world_size == 1)
+        watch = _StepWatch(self)
+        self.add_callback(watch)
+        try:
+            with self._interruption.installed():
+                try:
+                    output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+                except BaseException as error:
+                    self._interruption.deferred = True  # no second signal may cut the saving short
+                    self._save_last_step(error)
+                    raise
+                # A run that a signal has ended must not look finished to the script around it.
+                if self._interruption.requested is not None:
+                    self._interruption.stop()
+            return output
+        finally:
+            self.remove_callback(watch)
+
+    def _start_epoch(self, epoch: int) -> None:
+        """Called before the order of an epoch is drawn."""
+
+    def _loop_state(self) -> LoopState:
+        per_generation = self.args.steps_per_generation * self.num_iterations
+        batch_in_use = self._step % per_generation != 0
+        return LoopState(
+            step=self._step,
+            generated_at=self._generated_at,
+            # The slices themselves are never changed, only given a further key.
+            buffered_inputs=[dict(s) for s in self._buffered_inputs] if batch_in_use else None,
+            metrics={mode_name: list(values) for mode_name, values in self._metrics["train"].items()},
+            running_loss=self._tr_loss.item(),
+            last_logged_step=self._globalstep_last_logged,
+        )
+
+    def _restore_loop_state(self, state: LoopState) -> None:
+        self._step = state.step
+        self._generated_at = state.generated_at
+        self._buffered_inputs = state.buffered_inputs
+        self._metrics["train"].clear()
+        for name, values in state.metrics.items():
+            self._metrics["train"][name].extend(values)
+        self._tr_loss.fill_(state.running_loss)
+        self._globalstep_last_logged = state.last_logged_step
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self._loop_state().save(output_dir, self.args.process_index)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is None:
+            return
+        self._restore_loop_state(LoopState.load(checkpoint, self.args.process_index, self.args.device))
+        if self.accelerator.is_main_process:
+            self.sampled_logs.file.discard_after(self.state.global_step)
+
+    def _take_snapshot(self) -> None:
+        """Remember where the run is, so that a failure in the next step can be undone."""
+        self._snapshot = (self.state.global_step, self._loop_state(), RandomState.capture())
+
+    def _save_last_step(self, error: BaseException) -> None:
+        """After a failure: a checkpoint of the last finished optimizer step, unless there is one or cannot be one."""
+        if self.args.save_strategy == SaveStrategy.NO or self._snapshot is None:
+            return
+        step, loop_state, random_state = self._snapshot
+        name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        reason = f"{type(error).__name__} after optimizer step {step}"
+        if step == 0:
+            return
+        if self.args.world_size > 1:
+            logger.error(f"{reason}: with several processes no checkpoint can be saved now. Resume from the last one.")
+            return
+        if self.state.global_step != step or self._optimizer_is_stepping:
+            logger.error(
+                f"{reason}, in the middle of the next one: the weights are no checkpoint. Resume from the last."
+            )
+            return
+        if is_complete(Path(self.args.output_dir) / name, self.args.world_size):
+            logger.error(f"{reason}: {name} is complete, resume from it with resume_from_checkpoint=True.")
+            return
+        self.model.train()
+        self._restore_loop_state(loop_state)
+        random_state.restore()
+        self._save_checkpoint(self.model_wrapped, trial=None)
+        logger.error(f"{reason}: saved {name}. Resume from it with resume_from_checkpoint=True.")
+
+
+class _StepWatch(TrainerCallback):
+    """Takes snapshots between optimizer steps and ends the run there when a signal has asked for it."""
+
+    def __init__(self, trainer: ResumableMixin) -> None:
+        self.trainer = trainer
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.trainer._start_epoch(int(state.epoch))
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.trainer._take_snapshot()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.trainer._interruption.deferred = True
+        self.trainer._optimizer_is_stepping = True
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        trainer = self.trainer
+        trainer._optimizer_is_stepping = False
+        trainer._take_snapshot()
+        requested = trainer._interruption.requested is not None
+        if trainer._any_rank(requested) if args.world_size > 1 else requested:
+            control.should_save = args.save_strategy != SaveStrategy.NO
+            control.should_training_stop = True
+        else:
+            trainer._interruption.deferred = False
+        return control

@@ -1,0 +1,88 @@
+"""A reward function that fails costs its batch, not the run; one that keeps failing ends the run."""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+
+logger = get_logger(__name__)
+
+MAX_FAILURES_IN_A_ROW = 3
+# Marks rows whose reward could not be computed. It survives TRL's gather over the ranks, and no reward can be it.
+FAILED = -math.inf
+
+
+class RewardGuard:
+    """Counts the failures in a row of one reward function.
+
+    Args:
+        name (`str`): the name TRL logs the function under.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.failures = 0
+
+    def passed(self, kwargs: dict[str, Any]) -> None:
+        self.failures = 0
+        kwargs["log_metric"](f"rewards/{self.name}/failure_frequency", 0.0)
+
+    def failed(self, error: Exception, kwargs: dict[str, Any]) -> list[float]:
+        """Log `error` and give the rewards of a failed batch; raise if it was one too many in a row."""
+        self.failures += 1
+        kwargs["log_metric"](f"rewards/{self.name}/failure_frequency", 1.0)
+        if self.failures >= MAX_FAILURES_IN_A_ROW:
+            raise RuntimeError(
+                f"The reward function {self.name!r} failed {self.failures} times in a row, last with "
+                f"{type(error).__name__}: {error}. Fix it and resume from the last checkpoint."
+            ) from error
+        logger.error(
+            f"The reward function {self.name!r} raised {type(error).__name__}: {error}. Its batch is not trained on "
+            f"(failure {self.failures} in a row; the run stops at {MAX_FAILURES_IN_A_ROW}).",
+            exc_info=error,
+        )
+        return [FAILED] * len(kwargs["prompts"])
+
+
+def guard(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Wrap a reward function (plain or coroutine) in a [`RewardGuard`]."""
+    state = RewardGuard(name)
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+
+        async def guarded(**kwargs: Any) -> list[float | None]:
+            try:
+                rewards = await function(**kwargs)
+            except (
+                Exception
+            ) as error:  # foreign code at a boundary: any failure is reported, none ends the run at once
+                return state.failed(error, kwargs)
+            state.passed(kwargs)
+            return rewards
+
+    else:
+
+        def guarded(**kwargs: Any) -> list[float | None]:
+            try:
+                rewards = function(**kwargs)
+            except Exception as error:  # see above
+                return state.failed(error, kwargs)
+            state.passed(kwargs)
+            return rewards
+
+    return functools.update_wrapper(guarded, function, assigned=("__doc__",), updated=())
+
+
+def discard_failed_rows(rewards_NF: torch.Tensor) -> torch.Tensor:
+    """Make rows in which any function failed unscorable: all NaN, which TRL gives no advantage.
+
+    Without this a failed correctness reward would leave the format reward alone to decide about the update.
+
+    Args:
+        rewards_NF (`torch.Tensor`): (rollouts of all ranks, reward functions), NaN where a function does not apply.
+    """
+    failed_N = torch.isinf(rewards_NF).any(dim=1)
+    return rewards_NF.masked_fill(failed_N.unsqueeze(1), torch.nan)
