@@ -61,14 +61,23 @@ def record(tokenizer, step, index, reward, answer="38"):
             "tool_results": results,
         }
 
-    result = {"name": "python", "arguments": "10+28", "text": "38", "failed": False, "timed_out": False, "seconds": 0.04}
+    result = {
+        "name": "python",
+        "arguments": "10+28",
+        "text": "38",
+        "failed": False,
+        "timed_out": False,
+        "seconds": 0.04,
+    }
     tool_text = "<|start|>python to=assistant<|channel|>analysis<|message|>38<|end|><|start|>assistant"
     turns = [
         turn("<|channel|>analysis to=python code<|message|>10+28<|call|>", tool_text, [result]),
         turn(f"<|channel|>final<|message|>{answer}<|return|>", "", []),
     ]
     prompt = "<|start|>user<|message|>Add 10 and 28.<|end|><|start|>assistant"
-    ids = [(i, m) for t in turns for i, m in [(i, 1) for i in t["policy_ids"]] + [(i, 0) for i in t["observation_ids"]]]
+    ids = [
+        (i, m) for t in turns for i, m in [(i, 1) for i in t["policy_ids"]] + [(i, 0) for i in t["observation_ids"]]
+    ]
     return {
         "step": step,
         "index": index,

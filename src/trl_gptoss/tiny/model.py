@@ -25,12 +25,21 @@ ARCHITECTURE = {
 }
 
 
-def tiny_config(vocab_size: int, tokenizer: PreTrainedTokenizerBase, original_positions: int = 64) -> GptOssConfig:
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """The special ids that a model's configuration names."""
+    return {
+        "bos_token_id": tokenizer.bos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+
+
+def tiny_config(vocab_size: int, special_ids: dict[str, int], original_positions: int = 64) -> GptOssConfig:
     """The configuration of the tiny model.
 
     Args:
         vocab_size (`int`): rows of the embedding and of the head.
-        tokenizer (`PreTrainedTokenizerBase`): gives the ids of the start, padding and terminating tokens.
+        special_ids (`dict[str, int]`): see `special_ids`.
         original_positions (`int`, *optional*, defaults to 64): positions before YaRN's factor of 4.
     """
     return GptOssConfig(
@@ -46,9 +55,7 @@ def tiny_config(vocab_size: int, tokenizer: PreTrainedTokenizerBase, original_po
             "original_max_position_embeddings": original_positions,
         },
         max_position_embeddings=4 * original_positions,
-        bos_token_id=tokenizer.bos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        **special_ids,
     )
 
 

@@ -1,10 +1,11 @@
 """The `small` tokenizer: a few hundred byte-level BPE tokens with gpt-oss's special tokens, under ids of its own.
 
 It differs from the real one in three ways that keep a conversation of the tiny task near 80 tokens: numbers are split
-into single digits (so that the model can copy them), merges are learned on the conversations of the task, and each
-long line that every prompt repeats (the system message's) is one token.
+into single digits (so that the model can copy them), merges are learned on the conversations of the task, and the long
+passages that every prompt repeats (the system message's) are one token each.
 """
 
+import re
 from collections.abc import Iterable
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -77,7 +78,9 @@ def train_small_tokenizer(texts: Iterable[str], phrases: Iterable[str], vocab_si
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = _pre_tokenizer()
     trainer = trainers.BpeTrainer(vocab_size=n_bpe, initial_alphabet=sorted(alphabet), show_progress=False)
-    backend.train_from_iterator(texts, trainer)
+    # Phrases need no merges; longest first, as the trained tokenizer matches them.
+    split = re.compile("|".join(re.escape(p) for p in sorted(phrases, key=len, reverse=True)) or "(?!)")
+    backend.train_from_iterator((part for text in texts for part in split.split(text)), trainer)
     tokenizer = _wrap(backend)
     tokenizer.add_tokens([AddedToken(phrase, special=False, normalized=False) for phrase in phrases])
     return tokenizer
