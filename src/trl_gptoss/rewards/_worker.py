@@ -1,0 +1,94 @@
+"""The program that runs math-verify for us, in a process that can be killed.
+
+Sympy can be sent into computations without end (`9^9^9^9`), and while one long integer power is computed no signal
+handler and no other thread of the process gets its turn. So the caller sits outside and kills.
+
+It reads one JSON line per job on standard input, `{"gold": str, "text": str, "seconds": n}`, and answers with one JSON
+line, `{"verdict": true | false | null}` (null: the gold answer cannot be read). The first line it writes is `{}`: ready.
+"""
+
+import json
+import logging
+import re
+import resource
+import sys
+from pathlib import Path
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+# run as a script: importing this file's package would import transformers, which takes longer than all the rest
+sys.path.append(str(Path(__file__).parent))
+from answers import gold_answer, normalized, stated_answer  # noqa: E402
+
+MEMORY_LIMIT = 4 << 30
+_SCIENTIFIC = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)")
+_MATH_ONLY = re.compile(r"(?:\\[A-Za-z]+|[A-Za-z](?![A-Za-z])|[^A-Za-z])*")
+
+
+def read(text: str) -> list:
+    """What math-verify makes of `text`; never by its own timeout, which relies on signals."""
+    text = _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
+    return parse(text, extraction_config=[LatexExtractionConfig(), ExprExtractionConfig()], parsing_timeout=None)
+
+
+def read_formula(text: str) -> list:
+    """Like `read`, for a text that is a formula whether or not it says so by dollar signs."""
+    bare = text.strip().rstrip(".").strip()
+    return read(f"${bare}$") or read(bare)
+
+
+def read_stated(kind: str, stated: str) -> list:
+    delimited = any(mark in stated for mark in ("$", "\\(", "\\["))
+    if kind == "boxed":
+        return read(f"\\boxed{{{stated}}}") or read_formula(stated)
+    if not delimited and ((kind == "phrase" and "\\" in stated) or _MATH_ONLY.fullmatch(stated)):
+        return read_formula(stated)
+    return read(stated)
+
+
+def judge(gold: str, text: str) -> bool | None:
+    """Whether `text` states the answer `gold`; `None` if the gold answer cannot be read."""
+    gold = gold_answer(gold)
+    kind, stated = stated_answer(text)
+    if gold and normalized(gold) == normalized(stated):
+        return True
+    wanted = read_formula(gold)
+    if not wanted:
+        return None
+    return verify(wanted, read_stated(kind, stated), timeout_seconds=None)
+
+
+def allow_cpu(seconds: int) -> None:
+    """Should the caller die while we compute, the kernel ends us soon after."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limit = int(used.ru_utime + used.ru_stime) + seconds + 2
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    logging.disable(logging.CRITICAL)  # math-verify warns that its timeout is off
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # what a library prints is no answer
+    print("{}", file=answers, flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        allow_cpu(job["seconds"])
+        try:
+            verdict = judge(job["gold"], job["text"])
+        except (
+            ArithmeticError,
+            AttributeError,
+            MemoryError,
+            RecursionError,
+            TypeError,
+            ValueError,
+            NotImplementedError,
+        ):
+            verdict = False  # sympy raises all of these on odd input; anything else ends the worker, which counts too
+        print(json.dumps({"verdict": verdict}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+r"""Finding the answer in a text, and comparing plain numbers; no dependency, used in the trainer and in the worker.
+
+gold    "... makes 9 * 2 = $18.\n#### 18"  ->  18         (GSM8K)
+        "... so it is \boxed{\frac12}."    ->  \frac12    (a full solution)
+        "27.0", "\frac12", "$\frac12$"     ->  the same, without dollar signs
+policy  "... \boxed{18}"                   ->  18         (the last box)
+        "So the answer is 18 dollars."     ->  18 dollars (the rest of the line after the last such phrase)
+        anything else                      ->  the whole text, whose last number or formula counts
+"""
+
+import re
+from decimal import Decimal
+
+TAIL = 4096  # characters at the end of a text in which an answer is looked for
+
+_ANSWER = re.compile(r"\banswer\b[^\n:=]{0,40}?(?:\bis\b|\bare\b|:|=)", re.IGNORECASE)
+_NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
+_PLAIN_NUMBER = re.compile(_NUMBER)
+_ONE_NUMBER = re.compile(
+    rf"(?P<before>[A-Za-z\s,:;'()*]*)\$?(?P<number>{_NUMBER})(?P<after>(?:[\s,;:!'()*.][A-Za-z\s,;'()*.]*)?)"
+)
+# words that may change the value of a number next to them, left to math-verify; single letters may be variables
+_NUMBER_WORDS = re.compile(
+    r"\b(?:[A-Za-z]|minus|negative|per\s?cent|percent\w*|hundreds?|thousands?|millions?|billions?|trillions?|dozens?"
+    r"|half|halves|thirds?|quarters?|pi|inf\w*|oo|or|and|sqrt|times|over|plus)\b",
+    re.IGNORECASE,
+)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last complete `\boxed{...}` (or `\fbox{...}`)."""
+    end = len(text)
+    while (start := max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))) >= 0:
+        brace = text.find("{", start)
+        depth = 0
+        for i in range(brace, len(text)) if brace >= 0 else ():
+            depth += (text[i] == "{") - (text[i] == "}")
+            if depth == 0:
+                return text[brace + 1 : i].strip()
+        end = start
+    return None
+
+
+def gold_answer(gold: str) -> str:
+    """The bare answer in a data set's column, see the top of this file."""
+    if "####" in gold:
+        gold = gold.rsplit("####", 1)[1]
+    boxed = last_boxed(gold)
+    gold = (gold if boxed is None else boxed).strip()
+    if gold.startswith("\\(") and gold.endswith("\\)"):
+        gold = gold[2:-2].strip()
+    if gold.endswith("$."):
+        gold = gold[:-1]
+    if gold.startswith("$") and gold.endswith("$") and gold.count("$") in (2, 4):
+        gold = gold.strip("$").strip()
+    return gold.lstrip("$") if _PLAIN_NUMBER.fullmatch(gold.lstrip("$")) else gold
+
+
+def stated_answer(text: str) -> tuple[str, str]:
+    """Where the policy states its answer: (`"boxed"`, `"phrase"` or `"text"`, that part of the text)."""
+    text = text[-TAIL:].strip()
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return "boxed", boxed
+    phrases = list(_ANSWER.finditer(text))
+    if phrases:
+        rest = text[phrases[-1].end() :].strip().lstrip("*").strip()
+        line = rest.split("\n", 1)[0].strip()
+        if line and line not in ("$$", "\\["):
+            return "phrase", line
+        if rest:
+            return "phrase", rest
+    return "text", text
+
+
+def plain_number(text: str) -> Decimal | None:
+    """`text` as a number if it is an ordinary integer or decimal, thousands separators allowed."""
+    return Decimal(text.replace(",", "")) if _PLAIN_NUMBER.fullmatch(text) else None
+
+
+def compare_plain(gold: str, text: str) -> bool | None:
+    """Whether `text` states the number `gold`; `None` where only math-verify can tell.
+
+    Decides nothing that math-verify would decide otherwise: only texts with exactly one ordinary number and ordinary
+    words around it, and only differences far above math-verify's rounding to six digits.
+    """
+    wanted = plain_number(gold)
+    if wanted is None:
+        return None
+    kind, stated = stated_answer(text)
+    if not any(c.isnumeric() for c in text) and "\\" not in text and len(text) < TAIL:
+        return False
+    match = _ONE_NUMBER.fullmatch(stated)
+    if match is None or _NUMBER_WORDS.search(match["before"]) or _NUMBER_WORDS.search(match["after"]):
+        return None
+    if kind == "boxed" and match["number"] != stated:
+        return None
+    given = plain_number(match["number"])
+    if given == wanted:
+        return True
+    return False if abs(given - wanted) > Decimal("1e-4") else None
+
+
+def normalized(text: str) -> str:
+    r"""A formula without what does not change it: spaces, dollar signs, `\left`, `\,`, a full stop at the end."""
+    text = re.sub(r"\\(?:left|right|displaystyle|quad|,|;|!| )|[\s$]", "", text)
+    return text.replace("dfrac", "frac").replace("tfrac", "frac").rstrip(".")

@@ -1,0 +1,145 @@
+"""A small pool of math-verify workers that are killed when they take too long and started again when needed."""
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+START_SECONDS = 120.0  # importing sympy takes 1-2 s, on a loaded machine much more
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """correct (`bool` or `None`): `None` if the gold answer cannot be read. timed_out, crashed (`bool`): not correct."""
+
+    correct: bool | None
+    timed_out: bool = False
+    crashed: bool = False
+
+
+class MathChecker:
+    """Compares answers with math-verify, in other processes. Safe to use from several threads and after a fork.
+
+    Args:
+        workers (`int`, *optional*): processes at most; they are started when needed. Defaults to the number of cores,
+            but no more than 4.
+        seconds (`float`, *optional*, defaults to 5.0): wall-clock limit of one comparison; after it the worker is killed.
+    """
+
+    def __init__(self, *, workers: int | None = None, seconds: float = 5.0) -> None:
+        self.workers = workers or min(4, os.cpu_count() or 1)
+        self.seconds = seconds
+        self._owner = -1
+        self._lock = threading.Lock()
+
+    def check(self, golds: list[str], texts: list[str]) -> list[Verdict]:
+        """Whether each text states its gold answer; in order, raises nothing because of what the texts say."""
+        self._own()
+        if not golds:
+            return []
+        with ThreadPoolExecutor(max_workers=min(self.workers, len(golds))) as threads:
+            return list(threads.map(self._check_one, golds, texts))
+
+    def close(self) -> None:
+        """End all workers. The next check starts new ones."""
+        if self._owner != os.getpid():
+            return
+        for _ in range(self.workers):
+            worker = self._idle.get()
+            if worker is not None:
+                worker.kill()
+            self._idle.put(None)
+
+    def _own(self) -> None:
+        """Workers of the process that forked us are not ours: start over."""
+        with self._lock:
+            if self._owner != os.getpid():
+                self._owner = os.getpid()
+                self._idle: SimpleQueue[_Worker | None] = SimpleQueue()
+                for _ in range(self.workers):
+                    self._idle.put(None)
+                atexit.register(self.close)
+
+    def _check_one(self, gold: str, text: str) -> Verdict:
+        worker = self._idle.get()
+        try:
+            if worker is None:
+                worker = _Worker()
+            verdict = worker.check(gold, text, self.seconds)
+            if verdict.timed_out or verdict.crashed:
+                worker = None
+            return verdict
+        finally:
+            self._idle.put(worker)
+
+
+class _Worker:
+    """One running worker program (see _worker.py)."""
+
+    def __init__(self) -> None:
+        program = Path(__file__).with_name("_worker.py")
+        # -P: the folder of the program, with its module names, must not come first on the import path
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(program)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # Ctrl-C goes to the trainer, which still wants its verdicts
+        )
+        self._buffer = b""
+        if self._line(time.monotonic() + START_SECONDS) != b"{}":
+            self.kill()
+            raise RuntimeError(
+                "The math-verify worker does not start. Run this to see why: "
+                f"`echo | {sys.executable} -P {program}` (it should print `{{}}`)."
+            )
+
+    def check(self, gold: str, text: str, seconds: float) -> Verdict:
+        job = json.dumps({"gold": gold, "text": text, "seconds": int(seconds) + 1}) + "\n"
+        deadline = time.monotonic() + seconds
+        try:
+            self._process.stdin.write(job.encode())
+            self._process.stdin.flush()
+            line = self._line(deadline)
+        except BrokenPipeError:
+            line = b""
+        if line:
+            return Verdict(json.loads(line)["verdict"])
+        timed_out = self._process.poll() is None and line is None
+        self.kill()
+        return Verdict(False, timed_out=timed_out, crashed=not timed_out)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+    def _line(self, deadline: float) -> bytes | None:
+        """The next line of its answer; `b""` if it has ended, `None` at the deadline."""
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            if left <= 0 or not poll.poll(left * 1000):
+                return None
+            part = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not part:
+                return b""
+            self._buffer += part
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        return line
+
+
+shared_checker = MathChecker()
