@@ -16,6 +16,13 @@ SPECIAL_TOKENS = (
     "<|message|>",
     "<|call|>",
 )
+# Lines that every prompt repeats become one ordinary token each, so that prompts stay short.
+PHRASES = (
+    "You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\n",
+    "# Valid channels: analysis, commentary, final. Channel must be included for every message.",
+    "\nCalls to these tools must go to the commentary channel: 'functions'.",
+)
+VOCABULARY = 256 + len(SPECIAL_TOKENS) + len(PHRASES)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -28,6 +35,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<|startoftext|>", eos_token="<|return|>", pad_token="<|endoftext|>"
     )
+    tokenizer.add_tokens([AddedToken(p, special=False, normalized=False) for p in PHRASES])
     tokenizer.chat_template = gptoss_chat_template
     return tokenizer
 
@@ -37,7 +45,7 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, **overrides) -
     torch.manual_seed(seed)
     config = GptOssConfig(
         **{
-            "vocab_size": 265,
+            "vocab_size": VOCABULARY,
             "hidden_size": 32,
             "intermediate_size": 32,
             "num_hidden_layers": 2,
