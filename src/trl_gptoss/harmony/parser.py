@@ -80,11 +80,14 @@ class ParsedTurn:
         return self.messages[-1].terminator if self.messages else "truncated"
 
     def as_messages(self) -> list[dict[str, Any]]:
-        """Plain dicts `role, channel, recipient, content_type, content`, for reward functions and printing."""
+        """Plain dicts `role, channel, recipient, content_type, content`, for rewards, printing and `render_prompt`.
+
+        The role is always `"assistant"`, who wrote them all; a message in a misspelt role counts for no channel.
+        """
         return [
             {
-                "role": m.role,
-                "channel": m.channel,
+                "role": "assistant",
+                "channel": m.channel if m.role == "assistant" else None,
                 "recipient": m.recipient,
                 "content_type": m.content_type,
                 "content": m.text,
@@ -286,6 +289,8 @@ class _Parser:
         terminator = self.terminators.get(token, "truncated")
         end = position + 1 if token is not None and self.is_stop(token) else position
         if token is None:
+            if not opened:  # what is missing may have been about to come
+                header.anomalies = [name for name in header.anomalies if not name.startswith(("missing_ch", "empty_"))]
             notes.append("truncated")
         elif token == self.v.endoftext:
             notes.append("endoftext")
