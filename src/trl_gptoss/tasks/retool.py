@@ -17,6 +17,9 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetDict, load_dataset
 
+from ..environments import PythonTool, ToolOutput
+from ..rewards import format_reward, math_reward
+
 OPERATORS = ("+", "-", "*")
 
 # The nine wordings of the tiny task. Every one names the first operand first, so that copying both is enough.
@@ -28,6 +31,9 @@ WORDINGS = {
 
 QUESTION_COLUMNS = ("problem", "question", "input", "prompt")
 ANSWER_COLUMNS = ("answer", "output", "solution")
+
+# What the task pays for: a correct final answer. Malformed or cut-off turns cost a little (`reward_weights`).
+REWARDS = [math_reward, format_reward]
 
 # One generated problem in ten is never trained on, whatever the seed and the wording.
 HELD_OUT_ONE_IN = 10
@@ -196,3 +202,27 @@ def load_problems(
     else:
         train, held_out = _file_rows(dataset_name, dataset_config, train_split, test_split, held_out_size, seed)
     return _dataset(train[:train_size], instructions), _dataset(held_out, instructions)
+
+
+class UnavailablePython(PythonTool):
+    """The Python tool out of order: same prompt, same calls, but every call is answered "unavailable".
+
+    What a policy loses with it is what the tool gives it.
+    """
+
+    def python(self, code: str) -> str:
+        """Run Python code and return what it prints, followed by the value of its last expression.
+
+        Args:
+            code: The Python code to run.
+        """
+        return ToolOutput("unavailable\n", failed=True)
+
+
+# The `environment_factory` of the task: a row chooses by its column `environment`.
+ENVIRONMENTS = {"python": PythonTool, "unavailable": UnavailablePython}
+
+
+def with_environment(problems: Dataset, name: str = "python") -> Dataset:
+    """`problems` with the column `environment`, which names the tool that their rollouts get."""
+    return problems.add_column("environment", [name] * len(problems))
