@@ -70,12 +70,7 @@ def backward(
 
 
 def _one_shot(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int) -> bool:
-    return (
-        causal
-        and window == _WINDOW
-        and q.shape[2] == _WINDOW_HEAD_DIM
-        and q.shape[1] == _WINDOW_GROUP * k.shape[1]
-    )
+    return causal and window == _WINDOW and q.shape[2] == _WINDOW_HEAD_DIM and q.shape[1] == _WINDOW_GROUP * k.shape[1]
 
 
 def _loadable(*tensors: torch.Tensor) -> list[torch.Tensor]:

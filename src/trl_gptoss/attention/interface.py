@@ -130,7 +130,12 @@ def _lengths(
 def _ranges(mask: torch.Tensor, batch: int, q_length: int, kv_length: int) -> torch.Tensor:
     if mask.dtype == torch.int32 and mask.shape == (batch, 1, 1, 4):
         return mask
-    if mask.dtype == torch.bool and mask.ndim == 2 and mask.shape[0] == batch and q_length <= mask.shape[1] <= kv_length:
+    if (
+        mask.dtype == torch.bool
+        and mask.ndim == 2
+        and mask.shape[0] == batch
+        and q_length <= mask.shape[1] <= kv_length
+    ):
         return row_ranges(mask, batch, q_length, mask.shape[1], mask.device)
     raise ValueError(
         f"sink_fa3 got an attention_mask of shape {tuple(mask.shape)}, {mask.dtype}; it takes the mask that transformers asks it "

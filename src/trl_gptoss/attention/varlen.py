@@ -181,7 +181,10 @@ def from_lengths(
 
     if torch.compiler.is_compiling():
         return build()
-    given = (max_seqlen_q if isinstance(max_seqlen_q, int) else None, max_seqlen_k if isinstance(max_seqlen_k, int) else None)
+    given = (
+        max_seqlen_q if isinstance(max_seqlen_q, int) else None,
+        max_seqlen_k if isinstance(max_seqlen_k, int) else None,
+    )
     return _memo.get((cu_seqlens_q, cu_seqlens_k), ("lengths", total_q, total_k, device, *given), build)
 
 
