@@ -22,8 +22,8 @@ __all__ = ["NAME", "active_backend", "bench", "bench_deterministic", "register",
 if TYPE_CHECKING:
     from .backends import active_backend
     from .benchmark import bench, bench_deterministic
-    from .ops import sink_attention
     from .checks import selftest
+    from .ops import sink_attention
 
 
 def register() -> None:
