@@ -56,7 +56,9 @@ def build_kernels(
     output = _HERE / "_kernels" / LIBRARY if output is None else output
     units = [*sorted((source / "csrc").glob("*.cu")), source / "torch-ext" / "torch_binding.cpp"]
     if len(units) == 1 or not units[-1].is_file():
-        raise BuildError(f"{source} holds no csrc/*.cu or no torch-ext/torch_binding.cpp; expected the sink_fa3 project.")
+        raise BuildError(
+            f"{source} holds no csrc/*.cu or no torch-ext/torch_binding.cpp; expected the sink_fa3 project."
+        )
     started = time.monotonic()
     log(f"compiling {len(units)} files of {source} with {nvcc}, headers of {torch_dir}")
     with tempfile.TemporaryDirectory(prefix="sink_fa3_") as scratch:
@@ -102,7 +104,15 @@ def link_command(nvcc: Path, objects: list[Path], target: Path, scratch: Path, t
     """The nvcc call that links. The CUDA runtime is linked statically; the driver's functions are looked up at run time."""
     if not (torch_dir / "lib" / "libtorch_cuda.so").exists():
         # a CPU torch compiles, a CUDA torch runs: name the library that it will bring
-        stub = ["-shared", "-Wl,-soname,libtorch_cuda.so", "-o", str(scratch / "libtorch_cuda.so"), "-x", "c", "/dev/null"]
+        stub = [
+            "-shared",
+            "-Wl,-soname,libtorch_cuda.so",
+            "-o",
+            str(scratch / "libtorch_cuda.so"),
+            "-x",
+            "c",
+            "/dev/null",
+        ]
         _run([os.environ.get("CC", "cc"), *stub])
     return [
         str(nvcc),
