@@ -1,0 +1,39 @@
+# make retool     train a tiny GPT-OSS with a Python tool, end to end (the main job)
+# make test       lint, import contract, docs' code blocks, unit and distributed tests
+# make test-slow  the full grids, real data, several seeds
+SHELL := /bin/bash
+PY    := .venv/bin/python
+SEED  ?= 0
+OUT   ?= outputs/retool-tiny
+ARGS  ?=
+GPU   := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU)
+ACCEL ?= configs/accelerate/$(if $(filter-out 0,$(GPU)),single_gpu,cpu).yaml
+
+.PHONY: retool test test-slow lint setup setup-dev constraints clean
+
+setup:
+	@scripts/setup_env.sh
+setup-dev:
+	@scripts/setup_env.sh dev,peft
+
+retool: setup
+	.venv/bin/accelerate launch --config_file $(ACCEL) examples/retool.py \
+	  --config configs/recipes/tiny.yaml --output_dir $(OUT) --seed $(SEED) $(ARGS)
+
+lint: setup-dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/lint-imports
+
+test: lint
+	$(PY) -m pytest -q -m "not slow" $(ARGS)
+
+test-slow: lint
+	$(PY) -m pytest -q -m "slow" $(ARGS)
+
+constraints: setup-dev
+	{ head -2 constraints.txt; $(PY) -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.new
+	mv constraints.new constraints.txt
+
+clean:
+	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,108 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["trl-gptoss[peft,tasks]"]
+# ///
+"""ReTool: GRPO on math problems with a multi-turn Python tool.
+
+    accelerate launch --config_file configs/accelerate/cpu.yaml examples/retool.py --config configs/recipes/tiny.yaml
+
+Without --model_name_or_path it makes a tiny GPT-OSS, without --dataset_name it generates problems. On your own:
+
+    ... examples/retool.py --config configs/recipes/gptoss_20b_1gpu.yaml --dataset_name openai/gsm8k --dataset_config main
+
+Before and after training the policy is measured on held-out problems, counting only whether the final answer is right;
+at the end OUTPUT_DIR holds the model, evaluation.json and report.html.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from accelerate import PartialState
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+
+from trl_gptoss import GptOssGRPOConfig, GptOssGRPOTrainer
+from trl_gptoss.report import make_report
+from trl_gptoss.tasks import retool
+from trl_gptoss.tiny import make_tiny_model
+
+
+@dataclass
+class RetoolArguments(ScriptArguments):
+    dataset_name: str = field(
+        default="arithmetic",
+        metadata={"help": "'arithmetic', 'reasoning_gym/<task>[,<task>]', a Hub id, or a local file or folder."},
+    )
+    train_size: int = field(default=2000, metadata={"help": "The most problems to train on."})
+    held_out_size: int = field(default=200, metadata={"help": "The most problems to hold out; 0 skips evaluation."})
+    instructions: str | None = field(default=None, metadata={"help": "System message put before every problem."})
+
+
+@dataclass
+class ModelArguments(ModelConfig):
+    dtype: str = field(default="bfloat16", metadata={"help": "Load the model under this dtype."})
+
+
+def held_out_accuracy(trainer: GptOssGRPOTrainer, problems, environment: str, policy: str) -> dict:
+    """A row of evaluation.json: one sampled answer to each problem, with the tool in order or out of order."""
+    metrics = trainer.evaluate(retool.with_environment(problems, environment))
+    accuracy = metrics["eval_rewards/math_reward/mean"]
+    correct = round(accuracy * len(problems))
+    return {"policy": policy, "tool": environment, "problems": len(problems), "correct": correct, "accuracy": accuracy}
+
+
+def main(script_args: RetoolArguments, args: GptOssGRPOConfig, model_args: ModelArguments) -> None:
+    model = model_args.model_name_or_path
+    if model is None:
+        with PartialState().main_process_first():
+            model = str(make_tiny_model(seed=args.seed))
+    init = {"revision": model_args.model_revision, "dtype": model_args.dtype}
+    if model_args.attn_implementation is not None:
+        init["attn_implementation"] = model_args.attn_implementation
+    args.model_init_kwargs = init | (args.model_init_kwargs or {})
+
+    train_problems, held_out = retool.load_problems(
+        script_args.dataset_name,
+        dataset_config=script_args.dataset_config,
+        train_split=script_args.dataset_train_split,
+        test_split=script_args.dataset_test_split,
+        train_size=script_args.train_size,
+        held_out_size=script_args.held_out_size,
+        seed=args.seed,
+        instructions=script_args.instructions,
+    )
+    trainer = GptOssGRPOTrainer(
+        model=model,
+        args=args,
+        train_dataset=retool.with_environment(train_problems),
+        environment_factory=retool.ENVIRONMENTS,
+        reward_funcs=[retool.math_reward, retool.format_reward],
+        peft_config=get_peft_config(model_args),
+        quantization_config=get_quantization_config(model_args),
+    )
+
+    evaluation = []
+    resume = True if args.resume_from_checkpoint == "true" else args.resume_from_checkpoint  # "true": the last one
+    if len(held_out) and not resume:
+        evaluation.append(held_out_accuracy(trainer, held_out, "python", "before RL"))
+    trainer.train(resume_from_checkpoint=resume)
+    if len(held_out):
+        evaluation.append(held_out_accuracy(trainer, held_out, "python", "after RL"))
+        evaluation.append(held_out_accuracy(trainer, held_out, "unavailable", "after RL"))
+
+    trainer.save_model()
+    trainer.save_state()
+    if trainer.is_world_process_zero():
+        out = Path(args.output_dir)
+        (out / "evaluation.json").write_text(json.dumps(evaluation, indent=2) + "\n")
+        print(f"\n{'policy':<12}{'tool':<14}{'correct':>12}{'accuracy':>10}")
+        for row in evaluation:
+            correct = f"{row['correct']}/{row['problems']}"
+            print(f"{row['policy']:<12}{row['tool']:<14}{correct:>12}{row['accuracy']:>10.3f}")
+        print(f"\nreport: {make_report(out)}")
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+
+
+if __name__ == "__main__":
+    main(*TrlParser((RetoolArguments, GptOssGRPOConfig, ModelArguments)).parse_args_and_config())

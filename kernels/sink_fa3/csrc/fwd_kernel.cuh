@@ -1,0 +1,173 @@
+// Forward kernel: persistent blocks of one producer warp and kWarpgroups consumer warpgroups.
+#pragma once
+
+#include "fwd_mainloop.cuh"
+
+namespace sink_fa3 {
+
+struct FwdParams {
+    TileParams tiles;
+    float const* sinks;
+    void* out;
+    float* lse;
+    int* counter;
+    int total_q, heads;
+    int heads_per_kv;
+    float c;  // scale * log2(e)
+};
+
+template <typename C>
+__device__ __forceinline__ void fwd_producer(FwdSmem<C>& sm, CUtensorMap const* map_q, CUtensorMap const* map_k,
+                                             CUtensorMap const* map_v, FwdParams const& p) {
+    TileParams const& tp = p.tiles;
+    Ring<C::kStages> ring;
+    uint32_t q_phase = 0;
+    uint32_t const q_bytes = C::kHalves * 128 * tp.group * tp.tokens;
+    while (true) {
+        Tile t;
+        int ticket;
+        do {
+            ticket = atomicAdd(p.counter, 1);
+        } while (ticket < tp.tickets && !decode_ticket<C::kN>(tp, ticket, t));
+        mbar_wait(&sm.q_empty, q_phase ^ 1);
+        q_phase ^= 1;
+        if (ticket >= tp.tickets) {
+            sm.tile.n_max = -1;
+            mbar_arrive(&sm.q_full);
+            return;
+        }
+        sm.tile = t;
+        int const head0 = t.head_group * tp.group;
+        mbar_arrive_tx(&sm.q_full, q_bytes);
+        for (int h = 0; h < C::kHalves; ++h)
+            tma_load_3d(sm.q + h * C::kM * 128, map_q, &sm.q_full, 64 * h, head0, t.q_begin + t.token0);
+        load_key_blocks<C>(sm, map_k, map_v, t, head0 / p.heads_per_kv, ring);
+    }
+}
+
+// Writes a warpgroup's 64 rows: registers to its slab of shared memory, then whole rows to global memory.
+template <typename C>
+__device__ __forceinline__ void store_rows(FwdSmem<C>& sm, FwdParams const& p, Tile const& t, int wg, float const (&o)[C::D / 2]) {
+    using T = typename C::T;
+    int const thread = threadIdx.x & 127;
+    int const lane = thread & 31;
+    uint32_t const slab = smem_addr(sm.o) + wg * 64 * 128;
+    uint32_t const row = (thread >> 5) * 16 + (lane & 15);
+    bar_sync(1 + wg, 128);  // the slab's last reader is done
+#pragma unroll
+    for (int j = 0; j < C::D / 16; ++j) {
+        int const block = j / 4;
+        stmatrix_x4(slab + block * C::kM * 128 + sw128(row, 2 * (j % 4) + (lane >> 4)), pack2<T>(o[8 * j], o[8 * j + 1]),
+                    pack2<T>(o[8 * j + 2], o[8 * j + 3]), pack2<T>(o[8 * j + 4], o[8 * j + 5]), pack2<T>(o[8 * j + 6], o[8 * j + 7]));
+    }
+    bar_sync(1 + wg, 128);
+    constexpr int kChunks = C::D / 8;
+#pragma unroll
+    for (int i = 0; i < 64 * kChunks / 128; ++i) {
+        int const r = (thread + 128 * i) / kChunks;
+        int const chunk = (thread + 128 * i) % kChunks;
+        int const tile_row = wg * 64 + r;
+        int const token = tile_row / p.tiles.group;
+        int const head = t.head_group * p.tiles.group + tile_row - token * p.tiles.group;
+        if (token < p.tiles.tokens && t.token0 + token < t.q_len) {
+            uint4 value;
+            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                         : "r"(slab + (chunk / 8) * C::kM * 128 + sw128(r, chunk % 8)));
+            int64_t const out_row = int64_t(t.q_begin + t.token0 + token) * p.heads + head;
+            *reinterpret_cast<uint4*>(reinterpret_cast<T*>(p.out) + out_row * C::D + chunk * 8) = value;
+        }
+    }
+}
+
+template <typename C>
+__device__ __forceinline__ void fwd_consumer(FwdSmem<C>& sm, FwdParams const& p, int wg) {
+    Ring<C::kStages> ring;
+    uint32_t q_phase = 0;
+    int const lane = threadIdx.x & 31;
+    int const row0 = wg * 64 + ((threadIdx.x >> 5) & 3) * 16 + (lane >> 2);
+    int const group = p.tiles.group;
+    if constexpr (C::kPingPong) {
+        if (wg == C::kWarpgroups - 1) bar_arrive(4, 256);
+    }
+    while (true) {
+        mbar_wait(&sm.q_full, q_phase);
+        q_phase ^= 1;
+        Tile const t = sm.tile;
+        if (t.n_max < 0) return;
+        KeyRange const first = keys_of(t.token0, t.q_len, t.k_len, p.tiles.causal, p.tiles.window);
+        KeyRange const last =
+            keys_of(min(t.token0 + p.tiles.tokens, t.q_len) - 1, t.q_len, t.k_len, p.tiles.causal, p.tiles.window);
+        int token[2];
+        KeyRange rows[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            token[r] = (row0 + 8 * r) / group;
+            rows[r] = keys_of(t.token0 + token[r], t.q_len, t.k_len, p.tiles.causal, p.tiles.window);
+        }
+        float o[C::D / 2];
+#pragma unroll
+        for (int i = 0; i < C::D / 2; ++i) o[i] = 0.f;
+        float row_sum[2] = {0.f, 0.f};
+        float mc[2] = {neg_inf(), neg_inf()};
+        if (t.n_max > t.n_min) {
+            consume_key_blocks<C>(sm, t, rows, KeyRange{last.lo, first.hi}, wg, p.c, ring, o, row_sum, mc);
+        } else if (lane == 0) {
+            mbar_arrive(&sm.q_empty);
+        }
+        float factor[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            int const head = t.head_group * group + (row0 + 8 * r) - token[r] * group;
+            bool const valid = token[r] < p.tiles.tokens && t.token0 + token[r] < t.q_len;
+            float const sink = p.sinks != nullptr && valid ? p.sinks[head] * kLog2e : neg_inf();
+            float lse;
+            finish_row(mc[r], row_sum[r], sink, factor[r], lse);
+            if (valid && (lane & 3) == 0) p.lse[int64_t(head) * p.total_q + t.q_begin + t.token0 + token[r]] = lse;
+        }
+        scale_rows(o, factor);
+        store_rows<C>(sm, p, t, wg, o);
+    }
+}
+
+template <typename C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    fwd_kernel(__grid_constant__ CUtensorMap const map_q, __grid_constant__ CUtensorMap const map_k,
+               __grid_constant__ CUtensorMap const map_v, __grid_constant__ FwdParams const p) {
+    extern __shared__ uint8_t raw[];
+    FwdSmem<C>& sm = *reinterpret_cast<FwdSmem<C>*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+    int const warpgroup = __shfl_sync(0xffffffff, threadIdx.x >> 7, 0);
+    if (threadIdx.x == 0) {
+        constexpr int kWarps = 4 * C::kWarpgroups;
+        mbar_init(&sm.q_full, 1);
+        mbar_init(&sm.q_empty, kWarps);
+        for (int i = 0; i < C::kStages; ++i) {
+            mbar_init(&sm.k_full[i], 1);
+            mbar_init(&sm.k_empty[i], kWarps);
+            mbar_init(&sm.v_full[i], 1);
+            mbar_init(&sm.v_empty[i], kWarps);
+        }
+        fence_barrier_init();
+    }
+    // Rows of the Q tile that the copies never fill (a group that does not divide kM) must still be finite.
+    int const rows = p.tiles.group * p.tiles.tokens;
+    for (int i = rows * 8 + threadIdx.x; i < C::kM * 8; i += C::kThreads) {
+        for (int h = 0; h < C::kHalves; ++h) reinterpret_cast<uint4*>(sm.q + h * C::kM * 128)[i] = uint4{0, 0, 0, 0};
+    }
+    fence_proxy_async();
+    __syncthreads();
+    if (warpgroup == 0) {
+        reg_dec<C::kProducerRegs>();
+        if (threadIdx.x == 0) {
+            tma_prefetch_descriptor(&map_q);
+            tma_prefetch_descriptor(&map_k);
+            tma_prefetch_descriptor(&map_v);
+            fwd_producer<C>(sm, &map_q, &map_k, &map_v, p);
+        }
+    } else {
+        reg_inc<C::kConsumerRegs>();
+        fwd_consumer<C>(sm, p, warpgroup - 1);
+    }
+}
+
+}  // namespace sink_fa3

@@ -1,0 +1,230 @@
+// Forward, one tile of 64 * kWarpgroups query rows: the producer's loads and a consumer warpgroup's pass over the keys.
+//
+// Rows are (token, head) pairs of one group of query heads, heads fastest, so that one K/V tile serves the whole group.
+// A consumer issues the next tile's Q K^T and this tile's P V together and takes the softmax of the first while the second
+// runs; the other warpgroups fill the gaps. Tiles that no mask touches skip the row maximum (softmax_stale_max).
+#pragma once
+
+#include "mask.cuh"
+#include "scheduler.cuh"
+#include "softmax.cuh"
+
+namespace sink_fa3 {
+
+template <typename T_, int kHeadDim, int kWarpgroups_, int kStages_, int kPoly_, bool kPingPong_>
+struct FwdConfig {
+    using T = T_;
+    static constexpr int D = kHeadDim;
+    static constexpr int kWarpgroups = kWarpgroups_;  // consumers
+    static constexpr int kStages = kStages_;
+    static constexpr int kPoly = kPoly_;  // of every eight exponentials, how many run on the FMA pipe
+    static constexpr bool kPingPong = kPingPong_;
+    static constexpr int kM = 64 * kWarpgroups;
+    static constexpr int kN = 128;
+    static constexpr int kHalves = D / 64;  // a tile is stored as blocks of 64 columns
+    static constexpr int kThreads = 128 * (kWarpgroups + 1);
+    static constexpr int kProducerRegs = kWarpgroups == 3 ? 32 : 24;
+    static constexpr int kConsumerRegs = kWarpgroups == 3 ? 160 : 240;
+};
+
+template <typename C>
+struct FwdSmem {
+    alignas(1024) uint8_t q[C::kM * C::D * 2];
+    alignas(1024) uint8_t o[C::kM * C::D * 2];
+    alignas(1024) uint8_t k[C::kStages][C::kN * C::D * 2];
+    alignas(1024) uint8_t v[C::kStages][C::kN * C::D * 2];
+    uint64_t q_full, q_empty;
+    uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
+    Tile tile;
+};
+
+// Position in a ring of stages: which one, and the parity of its current use.
+template <int kStages>
+struct Ring {
+    int stage = 0;
+    uint32_t phase = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// One thread.
+template <typename C>
+__device__ __forceinline__ void load_key_blocks(FwdSmem<C>& sm, CUtensorMap const* map_k, CUtensorMap const* map_v, Tile const& t,
+                                                int kv_head, Ring<C::kStages>& ring) {
+    constexpr int kBlockBytes = C::kN * 128;
+    for (int n = t.n_max - 1; n >= t.n_min; --n) {
+        int const row = t.k_begin + n * C::kN;
+        mbar_wait(&sm.k_empty[ring.stage], ring.phase ^ 1);
+        mbar_arrive_tx(&sm.k_full[ring.stage], C::kHalves * kBlockBytes);
+        for (int h = 0; h < C::kHalves; ++h)
+            tma_load_3d(sm.k[ring.stage] + h * kBlockBytes, map_k, &sm.k_full[ring.stage], 64 * h, kv_head, row);
+        mbar_wait(&sm.v_empty[ring.stage], ring.phase ^ 1);
+        mbar_arrive_tx(&sm.v_full[ring.stage], C::kHalves * kBlockBytes);
+        for (int h = 0; h < C::kHalves; ++h)
+            tma_load_3d(sm.v[ring.stage] + h * kBlockBytes, map_v, &sm.v_full[ring.stage], 64 * h, kv_head, row);
+        ring.next();
+    }
+}
+
+// S[64 x kN] = Q K^T. Rows of 128 bytes: 64 columns make a block.
+template <typename C>
+__device__ __forceinline__ void issue_qk(float (&s)[C::kN / 2], uint64_t q, uint64_t k) {
+#pragma unroll
+    for (int h = 0; h < C::kHalves; ++h) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            Wgmma<typename C::T, C::kN, 0>::ss(s, desc_advance(q, h * C::kM * 128 + i * 32),
+                                               desc_advance(k, h * C::kN * 128 + i * 32), h + i > 0);
+    }
+}
+
+// O[64 x D] += P V with P in registers.
+template <typename C>
+__device__ __forceinline__ void issue_pv(float (&o)[C::D / 2], uint32_t const (&p)[C::kN / 16][4], uint64_t v) {
+#pragma unroll
+    for (int i = 0; i < C::kN / 16; ++i) Wgmma<typename C::T, C::D, 1>::rs(o, p[i], desc_advance(v, i * 2048), 1);
+}
+
+// The same S for one warp by warp-level products: it needs no other warp, so a single warp can take a tile again.
+template <typename C>
+__device__ __forceinline__ void recompute_scores(float (&s)[C::kN / 2], uint32_t q, uint32_t k, int lane) {
+    uint32_t const row = (lane & 7) + ((lane >> 3) & 1) * 8;
+#pragma unroll
+    for (int i = 0; i < C::kN / 2; ++i) s[i] = 0.f;
+    for (int h = 0; h < C::kHalves; ++h) {
+        uint32_t a[4][4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) ldmatrix_x4(q + h * C::kM * 128 + sw128(row, 2 * i + (lane >> 4)), a[i]);
+#pragma unroll
+        for (int j = 0; j < C::kN / 8; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; i += 2) {
+                uint32_t b[4];
+                ldmatrix_x4(k + h * C::kN * 128 + sw128(8 * j + (lane & 7), 2 * i + (lane >> 3)), b);
+                mma_m16n8k16<typename C::T>(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3], a[i], b[0], b[1]);
+                mma_m16n8k16<typename C::T>(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3], a[i + 1], b[2], b[3]);
+            }
+        }
+    }
+}
+
+template <typename C>
+__device__ __forceinline__ void pack_probabilities(float const (&s)[C::kN / 2], uint32_t (&p)[C::kN / 16][4]) {
+#pragma unroll
+    for (int i = 0; i < C::kN / 16; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) p[i][e] = pack2<typename C::T>(s[8 * i + 2 * e], s[8 * i + 2 * e + 1]);
+    }
+}
+
+template <int N>
+__device__ __forceinline__ void scale_rows(float (&o)[N], float const (&f)[2]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) o[i] *= f[(i >> 1) & 1];
+}
+
+// One warpgroup (index wg among the consumers) over the tile's keys. Leaves O unnormalised, its row sums over the whole row
+// and the reference exponents.
+template <typename C>
+__device__ __forceinline__ void consume_key_blocks(FwdSmem<C>& sm, Tile const& t, KeyRange const (&rows)[2], KeyRange all_rows, int wg,
+                                                   float c, Ring<C::kStages>& ring, float (&o)[C::D / 2], float (&row_sum)[2],
+                                                   float (&mc)[2]) {
+    constexpr int kN = C::kN;
+    int const lane = threadIdx.x & 31;
+    int const warp = (threadIdx.x >> 5) & 3;
+    uint32_t const q_base = smem_addr(sm.q) + wg * 64 * 128;
+    uint64_t const q_desc = smem_desc_sw128(q_base);
+    uint64_t const k_desc = smem_desc_sw128(smem_addr(sm.k[0]));
+    uint64_t const v_desc = smem_desc_sw128(smem_addr(sm.v[0]), kN * 128);
+    constexpr uint32_t kStageBytes = kN * C::D * 2;
+    // all_rows: keys that every row of the block sees; a tile inside needs no mask. From the tile of the first row's last
+    // key on (towards the left), every row has a maximum.
+    auto masked = [&](int n) { return n * kN < all_rows.lo || (n + 1) * kN > all_rows.hi; };
+    int const n_fresh = (all_rows.hi - 1) / kN;
+    auto release = [&](uint64_t* bar) {
+        if (lane == 0) mbar_arrive(bar);
+    };
+    auto take_turn = [&] {
+        if constexpr (C::kPingPong) bar_sync(4 + wg, 256);
+    };
+    auto pass_turn = [&] {
+        if constexpr (C::kPingPong) bar_arrive(4 + (wg + 1 == C::kWarpgroups ? 0 : wg + 1), 256);
+    };
+
+    float s[kN / 2];
+    uint32_t p[kN / 16][4];
+    float shrink[2];
+
+    mbar_wait(&sm.k_full[ring.stage], ring.phase);
+    take_turn();
+    keep(s);
+    wgmma_fence();
+    issue_qk<C>(s, q_desc, desc_advance(k_desc, ring.stage * kStageBytes));
+    wgmma_commit();
+    pass_turn();
+    wgmma_wait<0>();
+    keep(s);
+    release(&sm.k_empty[ring.stage]);
+    if (masked(t.n_max - 1)) mask_scores(s, rows, (t.n_max - 1) * kN, lane);
+    softmax_with_max(s, c, mc, row_sum, shrink);
+    pack_probabilities<C>(s, p);
+
+    for (int n = t.n_max - 2; n >= t.n_min; --n) {
+        Ring<C::kStages> const prev = ring;
+        ring.next();
+        mbar_wait(&sm.k_full[ring.stage], ring.phase);
+        mbar_wait(&sm.v_full[prev.stage], prev.phase);
+        take_turn();
+        keep(s);
+        keep(o);
+        wgmma_fence();
+        issue_qk<C>(s, q_desc, desc_advance(k_desc, ring.stage * kStageBytes));
+        wgmma_commit();
+        issue_pv<C>(o, p, desc_advance(v_desc, prev.stage * kStageBytes));
+        wgmma_commit();
+        pass_turn();
+        wgmma_wait<1>();
+        keep(s);
+        bool const masking = masked(n);
+        bool fresh = masking || n >= n_fresh;
+        if (!fresh) {
+            fresh = softmax_stale_max<typename C::T, C::kPoly>(s, c, mc, row_sum);
+            wgmma_wait<0>();
+            keep(o);
+            if (fresh) recompute_scores<C>(s, q_base + warp * 16 * 128, smem_addr(sm.k[ring.stage]), lane);
+        } else {
+            wgmma_wait<0>();
+            keep(o);
+            if (masking) mask_scores(s, rows, n * kN, lane);
+        }
+        release(&sm.v_empty[prev.stage]);
+        if (fresh) {
+            softmax_with_max(s, c, mc, row_sum, shrink);
+            if (__any_sync(0xffffffff, shrink[0] != 1.f || shrink[1] != 1.f)) scale_rows(o, shrink);
+        }
+        release(&sm.k_empty[ring.stage]);
+        pack_probabilities<C>(s, p);
+    }
+
+    release(&sm.q_empty);
+    mbar_wait(&sm.v_full[ring.stage], ring.phase);
+    keep(o);
+    wgmma_fence();
+    issue_pv<C>(o, p, desc_advance(v_desc, ring.stage * kStageBytes));
+    wgmma_commit();
+    wgmma_wait<0>();
+    keep(o);
+    release(&sm.v_empty[ring.stage]);
+    ring.next();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        row_sum[r] += __shfl_xor_sync(0xffffffff, row_sum[r], 1);
+        row_sum[r] += __shfl_xor_sync(0xffffffff, row_sum[r], 2);
+    }
+}
+
+}  // namespace sink_fa3

@@ -1,0 +1,129 @@
+"""Sinks on flash-attn-4, whose kernels know them: SM90 and SM100 with the sink's gradient, since 4.0.0b26.
+
+transformers' own `flash_attention_4` hands packed batches a maximum length in a tensor, which the kernels refuse; here it
+is an int. The functions below are flash-attn-4's private pair under its autograd function: ours must sit below autograd
+too, so that all backends share one operator. A test pins the parameters they are called with.
+"""
+
+import importlib.metadata
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+from packaging.version import Version
+
+from .fa2 import _inner_contiguous, _without_keys
+
+NAME = "fa4"
+MINIMUM = Version("4.0.0b26")  # before, backward returned no sink gradient
+
+
+def unusable(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why this backend cannot run, or None."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"flash-attn-4 needs an NVIDIA GPU, this is {device.type}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in (9, 10, 11):
+        return f"flash-attn-4 has the sink gradient on SM90 to SM110 only, this GPU is SM{major}{minor}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"flash-attn-4 takes bfloat16 and float16, not {dtype}"
+    if head_dim % 8 or head_dim > 128:
+        return f"flash-attn-4 trains with a head_dim up to 128 in steps of 8, not {head_dim}"
+    return _not_installed()
+
+
+@lru_cache(maxsize=1)
+def _not_installed() -> str | None:
+    try:
+        version = Version(importlib.metadata.version("flash-attn-4"))
+    except importlib.metadata.PackageNotFoundError:
+        return "flash-attn-4 is not installed"
+    if version < MINIMUM:
+        return f"flash-attn-4 {version} drops the gradient of the sinks; install >= {MINIMUM}"
+    try:
+        _interface()
+    except (ImportError, OSError) as error:
+        return f"flash-attn-4 {version} does not import: {error}"
+    return None
+
+
+@lru_cache(maxsize=1)
+def _interface() -> ModuleType:
+    import flash_attn.cute.interface
+
+    return flash_attn.cute.interface
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    window: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.sink_attention_op`."""
+    if q.shape[0] == 0 or k.shape[0] == 0:
+        return _without_keys(q, sinks)
+    out, lse, *_ = _interface()._flash_attn_fwd(
+        *_inner_contiguous(q, k, v),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=scale,
+        causal=causal,
+        window_size_left=window - 1 if window else None,
+        window_size_right=0 if window else None,
+        learnable_sink=sinks,
+        return_lse=True,
+    )
+    return out, lse
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    window: int,
+    scale: float,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `ops.sink_attention_backward_op`."""
+    if q.shape[0] == 0 or k.shape[0] == 0:
+        dsinks = lse.new_zeros(0 if sinks is None else sinks.shape[0])
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dsinks
+    dout, q, k, v = _inner_contiguous(dout, q, k, v)
+    dq, dk, dv, *dsinks = _interface()._flash_attn_bwd(
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+        softmax_scale=scale,
+        causal=causal,
+        window_size_left=window - 1 if window else None,
+        window_size_right=0 if window else None,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        deterministic=deterministic,
+        learnable_sink=sinks,
+    )
+    return dq, dk, dv, dsinks[0] if dsinks else lse.new_empty(0)

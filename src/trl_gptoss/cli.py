@@ -1,0 +1,68 @@
+"""The `trl-gptoss` command.
+
+A command is one entry in `COMMANDS`: a line of help and a module with
+
+    add_arguments(parser: argparse.ArgumentParser) -> None
+    run(args: argparse.Namespace) -> int                      the exit status
+
+A module is imported only when its command is used, so `--help` is quick and a command costs what it needs.
+"""
+
+import argparse
+import importlib
+import sys
+from typing import NamedTuple
+
+from . import __version__
+
+
+class Command(NamedTuple):
+    help: str
+    module: str
+
+
+COMMANDS = {
+    "tiny-model": Command(
+        "make a warm-started tiny GPT-OSS that calls tools (CPU, minutes)", "trl_gptoss.tiny.command"
+    ),
+    "build-kernels": Command(
+        "compile the Hopper attention kernels (nvcc, minutes)", "trl_gptoss.attention.build_command"
+    ),
+    "report": Command("make report.html from a run directory", "trl_gptoss.report.command"),
+    "env": Command("print the versions and devices a bug report needs", "trl_gptoss.system_info"),
+}
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    """The parser with all commands listed and the arguments of the chosen one."""
+    parser = argparse.ArgumentParser(prog="trl-gptoss", description="Agentic RL for GPT-OSS on top of TRL.")
+    parser.add_argument("--version", action="version", version=f"trl-gptoss {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=command.help, description=command.help)
+        if name == chosen:
+            importlib.import_module(command.module).add_arguments(subparser)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv (`list[str]`, *optional*): arguments without the program's name; `sys.argv[1:]` if not given.
+
+    Returns:
+        `int`: exit status: 0 fine, 1 a problem the user can fix (named on stderr), 2 wrong usage.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    chosen = next((a for a in argv if not a.startswith("-")), None)
+    args = _parser(chosen).parse_args(argv)
+    try:
+        return importlib.import_module(COMMANDS[args.command].module).run(args)
+    except (FileNotFoundError, ModuleNotFoundError, ValueError) as e:
+        print(f"trl-gptoss {args.command}: {e}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,377 @@
+"""Triton: the memory-bound steps around the grouped products: combine, activation backward, bias and router gradients.
+
+Shape legend: T tokens, k = top_k, M = T * k assignments, E experts, H hidden, I intermediate. Reductions over the rows
+of an expert go through one fp32 partial sum per row tile and a second kernel, so that they are deterministic.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .kernels_gemm import PAD, expert_tiles, locate_tile
+
+_SEGMENT = 192  # columns of the activation that one program walks
+
+
+@triton.jit
+def _combine_kernel(
+    rows_ptr, index_ptr, out_ptr, columns, stride_rows, stride_out, E, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(TOP_K):
+        expert = tl.load(index_ptr + token * TOP_K + slot)
+        computed = (expert >= 0) & (expert < E)
+        row = tl.load(rows_ptr + (token * TOP_K + slot) * stride_rows + column, mask=mask & computed, other=0.0)
+        total += row.to(tl.float32)
+    tl.store(out_ptr + token * stride_out + column, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def combine(rows: torch.Tensor, index: torch.Tensor, out: torch.Tensor, num_experts: int) -> None:
+    """`out[t] = sum of rows[t * k + slot]` over the slots whose expert is computed here; `rows` (M, C), `out` (T, C)."""
+    tokens, top_k = index.shape
+    columns = out.shape[1]
+    block = min(1024, triton.next_power_of_2(columns))
+    _combine_kernel[(tokens, triton.cdiv(columns, block))](
+        rows, index, out, columns, rows.stride(0), out.stride(0), num_experts, TOP_K=top_k, BLOCK=block, num_warps=4
+    )
+
+
+@triton.jit
+def _gate_backward_kernel(
+    gate_up_ptr,
+    grad_ptr,
+    order_ptr,
+    offsets_ptr,
+    weight_ptr,
+    dot_ptr,
+    bias_ptr,
+    I,  # noqa: E741
+    M,
+    alpha,
+    limit,
+    E,
+    E_POW2: tl.constexpr,
+    BIAS: tl.constexpr,
+    KEEP: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+):
+    running, row_tiles = expert_tiles(offsets_ptr, E, E_POW2, BM)
+    tile = tl.program_id(0)
+    if tile < row_tiles:
+        expert, begin, end = locate_tile(offsets_ptr, running, tile, BM)
+        rows = begin + tl.arange(0, BM)
+        row_mask = rows < end
+        assignment = tl.load(order_ptr + rows, mask=row_mask, other=0)
+        weight = tl.load(weight_ptr + assignment, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+        base = rows.to(tl.int64)[:, None]
+        segment = tl.program_id(1)
+        dot = tl.zeros((BM,), tl.float32)
+        for start in range(segment * SEGMENT, min(I, (segment + 1) * SEGMENT), BC):
+            column = start + tl.arange(0, BC)
+            pair = 2 * start + tl.arange(0, 2 * BC)
+            mask = row_mask[:, None] & (column < min(I, (segment + 1) * SEGMENT))[None, :]
+            pair_mask = row_mask[:, None] & (pair < 2 * min(I, (segment + 1) * SEGMENT))[None, :]
+            both = tl.load(gate_up_ptr + base * 2 * I + pair[None, :], mask=pair_mask, other=0.0).to(tl.float32)
+            grad = tl.load(grad_ptr + base * I + column[None, :], mask=mask, other=0.0).to(tl.float32)
+            gate_raw, linear_raw = tl.split(tl.reshape(both, (BM, BC, 2)))
+            gate = tl.minimum(gate_raw, limit)
+            linear = tl.minimum(tl.maximum(linear_raw, -limit), limit) + 1.0
+            sigmoid = 1.0 / (1.0 + tl.exp(-alpha * gate))
+            glu = gate * sigmoid
+            h = linear * glu
+            dot += tl.sum(h * grad, axis=1)
+            grad *= weight
+            d_linear = tl.where((linear_raw >= -limit) & (linear_raw <= limit), grad * glu, 0.0)
+            d_gate = grad * linear * (sigmoid + alpha * glu * (1.0 - sigmoid))
+            d_gate = tl.where(gate_raw <= limit, d_gate, 0.0)
+            d_both = tl.reshape(tl.join(d_gate, d_linear), (BM, 2 * BC))
+            tl.store(
+                gate_up_ptr + base * 2 * I + pair[None, :], d_both.to(gate_up_ptr.dtype.element_ty), mask=pair_mask
+            )
+            if KEEP:
+                tl.store(
+                    grad_ptr + base * I + column[None, :], (h * weight).to(grad_ptr.dtype.element_ty), mask=mask
+                )
+            if BIAS:
+                tl.store(
+                    bias_ptr + tile.to(tl.int64) * 2 * I + pair,
+                    tl.sum(d_both, axis=0),
+                    mask=pair < 2 * min(I, (segment + 1) * SEGMENT),
+                )
+        tl.store(dot_ptr + segment.to(tl.int64) * M + assignment, dot, mask=row_mask)
+    elif tile == row_tiles:
+        # `grouped_wgrad` reads past the last expert and multiplies by zero: what it finds must be finite
+        rows = tl.load(offsets_ptr + E) + tl.arange(0, BM)
+        base = rows.to(tl.int64)[:, None]
+        segment = tl.program_id(1)
+        for start in range(segment * SEGMENT, min(I, (segment + 1) * SEGMENT), BC):
+            column = start + tl.arange(0, BC)
+            pair = 2 * start + tl.arange(0, 2 * BC)
+            mask = (rows < M)[:, None] & (column < I)[None, :]
+            pair_mask = (rows < M)[:, None] & (pair < 2 * I)[None, :]
+            tl.store(gate_up_ptr + base * 2 * I + pair[None, :], tl.zeros((BM, 2 * BC), gate_up_ptr.dtype.element_ty), pair_mask)
+            tl.store(grad_ptr + base * I + column[None, :], tl.zeros((BM, BC), grad_ptr.dtype.element_ty), mask)
+
+
+def gate_backward(
+    gate_up: torch.Tensor,
+    grad: torch.Tensor,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    weight: torch.Tensor,
+    alpha: float,
+    limit: float,
+    *,
+    need_bias: bool,
+    need_hidden: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Backward of the router weight and the clamped SwiGLU, in place.
+
+    Args:
+        gate_up (`(M, 2 I)`): Biased first product; overwritten with its gradient.
+        grad (`(M, I)`): Gradient of the activation without the router weight; overwritten with weight * activation
+            when `need_hidden`.
+        weight (`(M,)`, by assignment id): Router weights.
+
+    Returns:
+        Partial sums of <activation, grad> (`(segments, M)`, by assignment id, fp32), and the partial sums of the
+        gradient over rows (`(row tiles, 2 I)`, fp32) or `None`.
+    """
+    M, width = grad.shape
+    experts = offsets.numel() - 1
+    row_tiles = padded_rows(M, experts) // PAD
+    segments = triton.cdiv(width, _SEGMENT)
+    dots = torch.empty(segments, M, dtype=torch.float32, device=grad.device)
+    partial = torch.empty(row_tiles, 2 * width, dtype=torch.float32, device=grad.device) if need_bias else None
+    _gate_backward_kernel[(row_tiles + 1, segments)](
+        gate_up,
+        grad,
+        order,
+        offsets,
+        weight,
+        dots,
+        partial,
+        width,
+        M,
+        alpha,
+        limit,
+        experts,
+        E_POW2=triton.next_power_of_2(experts),
+        BIAS=need_bias,
+        KEEP=need_hidden,
+        SEGMENT=_SEGMENT,
+        BM=PAD,
+        BC=32,
+        num_warps=8,
+    )
+    return dots, partial
+
+
+@triton.jit
+def _gather_rows_kernel(
+    source_ptr,
+    order_ptr,
+    offsets_ptr,
+    weight_ptr,
+    out_ptr,
+    partial_ptr,
+    columns,
+    stride_source,
+    stride_out,
+    stride_partial,
+    E,
+    E_POW2: tl.constexpr,
+    TOP_K: tl.constexpr,
+    COPY: tl.constexpr,
+    SUM: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+):
+    running, row_tiles = expert_tiles(offsets_ptr, E, E_POW2, BM)
+    tile = tl.program_id(0)
+    if tile < row_tiles:
+        expert, begin, end = locate_tile(offsets_ptr, running, tile, BM)
+        rows = begin + tl.arange(0, BM)
+        row_mask = rows < end
+        column = tl.program_id(1) * BC + tl.arange(0, BC)
+        c_mask = column < columns
+        assignment = tl.load(order_ptr + rows, mask=row_mask, other=0)
+        source = (assignment // TOP_K).to(tl.int64)[:, None] * stride_source
+        block = tl.load(source_ptr + source + column[None, :], mask=row_mask[:, None] & c_mask[None, :], other=0.0)
+        if COPY:
+            padded = (tile * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
+            tl.store(out_ptr + padded * stride_out + column[None, :], block, mask=c_mask[None, :])
+        if SUM:
+            weight = tl.load(weight_ptr + assignment, mask=row_mask, other=0.0).to(tl.float32)
+            total = tl.sum(block.to(tl.float32) * weight[:, None], axis=0)
+            tl.store(partial_ptr + tile.to(tl.int64) * stride_partial + column, total, mask=c_mask)
+
+
+def gather_rows(
+    source: torch.Tensor,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    top_k: int,
+    *,
+    out: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    partial: torch.Tensor | None = None,
+) -> None:
+    """Rows of their tokens in expert order, every expert padded with zero rows to a multiple of `PAD`.
+
+    Args:
+        source (`(T, C)`): Rows by token; last dimension contiguous.
+        out (`(padded_rows(M, E), C)`, *optional*): Receives the rows.
+        weight (`(M,)`, by assignment id, *optional*): For `partial`.
+        partial (`(row tiles, C)`, fp32, *optional*): Receives the weighted sum of every block of `PAD` rows.
+    """
+    M, columns, experts = order.numel(), source.shape[1], offsets.numel() - 1
+    _gather_rows_kernel[(padded_rows(M, experts) // PAD, triton.cdiv(columns, 128))](
+        source,
+        order,
+        offsets,
+        weight,
+        out,
+        partial,
+        columns,
+        source.stride(0),
+        0 if out is None else out.stride(0),
+        0 if partial is None else partial.stride(0),
+        experts,
+        E_POW2=triton.next_power_of_2(experts),
+        TOP_K=top_k,
+        COPY=out is not None,
+        SUM=partial is not None,
+        BM=PAD,
+        BC=128,
+        num_warps=8,
+    )
+
+
+def padded_rows(rows: int, experts: int) -> int:
+    """Upper bound of the padded row count, a multiple of `PAD`."""
+    return (triton.cdiv(rows, PAD) + min(experts, rows)) * PAD
+
+
+@triton.jit
+def _sum_tiles_kernel(
+    partial_ptr,
+    offsets_ptr,
+    out_ptr,
+    C,
+    E,
+    E_POW2: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    BM: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+):
+    running, _ = expert_tiles(offsets_ptr, E, E_POW2, BM)
+    expert = tl.program_id(0)
+    lane = tl.arange(0, E_POW2)
+    last = tl.sum(tl.where(lane == expert, running, 0), axis=0)
+    first = tl.sum(tl.where(lane == expert - 1, running, 0), axis=0)
+    column = tl.program_id(1) * BC + tl.arange(0, BC)
+    total = tl.zeros((BT, BC), tl.float32)
+    for start in range(first, last, BT):
+        tiles = start + tl.arange(0, BT)
+        mask = (tiles < last)[:, None] & (column < C)[None, :]
+        total += tl.load(partial_ptr + tiles.to(tl.int64)[:, None] * C + column[None, :], mask=mask, other=0.0)
+    result = tl.sum(total, axis=0)
+    out_ptrs = out_ptr + expert.to(tl.int64) * C + column
+    if ACCUMULATE:
+        result += tl.load(out_ptrs, mask=column < C, other=0.0)
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=column < C)
+
+
+def sum_tiles(partial: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, accumulate: bool = False) -> None:
+    """Sum the partial sums of every expert: `partial` (row tiles, C) fp32 to `out` (E, C); unused experts get zero."""
+    experts, columns = out.shape
+    _sum_tiles_kernel[(experts, triton.cdiv(columns, 128))](
+        partial,
+        offsets,
+        out,
+        columns,
+        experts,
+        E_POW2=triton.next_power_of_2(experts),
+        ACCUMULATE=accumulate,
+        BM=PAD,
+        BT=16,
+        BC=128,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _router_gradient_kernel(
+    dots_ptr,
+    grad_ptr,
+    bias_ptr,
+    index_ptr,
+    out_ptr,
+    M,
+    H,
+    stride_grad,
+    E,
+    SEGMENTS: tl.constexpr,
+    SEGMENTS_POW2: tl.constexpr,
+    TOP_K: tl.constexpr,
+    K_POW2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, K_POW2)
+    expert = tl.load(index_ptr + token * TOP_K + slot, mask=slot < TOP_K, other=-1).to(tl.int64)
+    computed = (expert >= 0) & (expert < E)
+    total = tl.zeros((K_POW2, BLOCK), tl.float32)
+    for start in range(0, H, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        grad = tl.load(grad_ptr + token * stride_grad + column, mask=column < H, other=0.0).to(tl.float32)
+        bias = tl.load(
+            bias_ptr + expert[:, None] * H + column[None, :], mask=computed[:, None] & (column < H)[None, :], other=0.0
+        )
+        total += grad[None, :] * bias.to(tl.float32)
+    segment = tl.arange(0, SEGMENTS_POW2)
+    dots = tl.load(
+        dots_ptr + segment[None, :] * M + (token * TOP_K + slot)[:, None],
+        mask=computed[:, None] & (segment < SEGMENTS)[None, :],
+        other=0.0,
+    )
+    result = tl.sum(total, axis=1) + tl.sum(dots, axis=1)
+    tl.store(
+        out_ptr + token * TOP_K + slot,
+        tl.where(computed, result, 0.0).to(out_ptr.dtype.element_ty),
+        mask=slot < TOP_K,
+    )
+
+
+def router_gradient(
+    dots: torch.Tensor, grad: torch.Tensor, bias: torch.Tensor, index: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Gradient of the router weights (T, k): <down output, grad> from the activation's dot products and the bias."""
+    tokens, top_k = index.shape
+    out = torch.empty(tokens, top_k, dtype=dtype, device=grad.device)
+    segments, M = dots.shape
+    _router_gradient_kernel[(tokens,)](
+        dots,
+        grad,
+        bias,
+        index,
+        out,
+        M,
+        grad.shape[1],
+        grad.stride(0),
+        bias.shape[0],
+        SEGMENTS=segments,
+        SEGMENTS_POW2=triton.next_power_of_2(segments),
+        TOP_K=top_k,
+        K_POW2=triton.next_power_of_2(top_k),
+        BLOCK=min(1024, triton.next_power_of_2(grad.shape[1])),
+        num_warps=4,
+    )
+    return out

@@ -1,0 +1,36 @@
+"""`trl-gptoss tiny-model OUT`."""
+
+import argparse
+
+from .make import DEFAULT_WARM_START, make_tiny_model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Make a GPT-OSS of a million parameters with every architectural feature, warm-started on tool-use "
+        "conversations of a demonstrator that is unreliable on purpose. Made once: the result is cached by content."
+    )
+    parser.add_argument("out", help="folder for the model and its tokenizer")
+    parser.add_argument(
+        "--tokenizer",
+        choices=list(DEFAULT_WARM_START),
+        default="small",
+        help="a few hundred tokens, or the real 201088",
+    )
+    parser.add_argument("--tokenizer-path", help="local folder with gpt-oss's tokenizer, for --tokenizer gpt-oss")
+    parser.add_argument("--seed", type=int, default=0, help="initialisation and demonstrations (default: 0)")
+    parser.add_argument("--steps", type=int, help="steps of the warm start (default: 180 for small, 120 for gpt-oss)")
+    parser.add_argument("--cache-dir", help="default: $TRL_GPTOSS_CACHE or ~/.cache/trl_gptoss")
+
+
+def run(args: argparse.Namespace) -> int:
+    folder = make_tiny_model(
+        args.out,
+        tokenizer=args.tokenizer,
+        tokenizer_path=args.tokenizer_path,
+        seed=args.seed,
+        steps=args.steps,
+        cache_dir=args.cache_dir,
+    )
+    print(folder)
+    return 0
