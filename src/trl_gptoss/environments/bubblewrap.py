@@ -298,6 +298,7 @@ def _environment(files: RuntimeFiles) -> dict[str, str]:
         "HOME": "/tmp",
         "OMP_NUM_THREADS": "1",  # numpy would start a thread per core
         "OPENBLAS_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "2",  # each arena reserves 64 MiB of the address space
     }
 
 
