@@ -25,6 +25,9 @@ COMMANDS = {
     "tiny-model": Command(
         "make a warm-started tiny GPT-OSS that calls tools (CPU, minutes)", "trl_gptoss.tiny.command"
     ),
+    "build-kernels": Command(
+        "compile the Hopper attention kernels (nvcc, minutes)", "trl_gptoss.attention.build_command"
+    ),
     "report": Command("make report.html from a run directory", "trl_gptoss.report.command"),
     "env": Command("print the versions and devices a bug report needs", "trl_gptoss.system_info"),
 }

@@ -12,7 +12,7 @@ from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer
 from trl_gptoss.trainers.schedule import check_on_policy_schedule, is_always_on_policy
 
 TOKENIZER = byte_tokenizer()
-DATA = Dataset.from_list([{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(8)])
+DATA = Dataset.from_list([{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(64)])
 
 
 def length_reward(completion_ids, **kwargs):

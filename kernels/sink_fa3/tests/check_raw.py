@@ -68,10 +68,6 @@ def check(lib: Raw, fwd_variants: list[int], bwd_variants: list[int], only_d: tu
         tail = (cu_q, cu_k, *mx, c["causal"], c["window"], scale)
         rows = []
         for var in fwd_variants:
-            if c["dtype"] != torch.bfloat16 and var not in (10,):
-                continue
-            if c["dtype"] == torch.bfloat16 and var in (10,):
-                continue
             out, lse = lib.fwd(q, k, v, s, *tail, variant=var)
             torch.cuda.synchronize()
             rows.append((f"f{var}", {"out": out, "lse": lse}))
@@ -128,7 +124,7 @@ def speed(lib: Raw, fwd_variants: list[int], bwd_variants: list[int], sizes=((81
         out = torch.empty_like(q)
         reps = 10 if total * total / n > 5e8 else 30
         for var in fwd_variants:
-            x = q.to(torch.float16) if var in (10,) else q
+            x = q
             us = time_us(lambda: lib.fwd(x, k.to(x.dtype), v.to(x.dtype), s, *tail, variant=var, out=out), reps)
             fa = FA4[total, n][0]
             print(f"fwd {total}x{n} v{var}: {us / 1e3:.3f} ms {4 * d * 64 * pairs / us / 1e6:.0f} TF/s, FA4/own {fa * 1e3 / us:.3f}", flush=True)

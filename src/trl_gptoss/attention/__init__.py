@@ -11,19 +11,19 @@ NAME = "sink_fa3"
 
 _LAZY = {
     "active_backend": "backends",
-    "bench": "bench",
-    "bench_deterministic": "bench",
-    "selftest": "selftest",
+    "bench": "benchmark",
+    "bench_deterministic": "benchmark",
+    "selftest": "checks",
     "sink_attention": "ops",
 }
 
-__all__ = ["NAME", "register", *sorted(_LAZY)]
+__all__ = ["NAME", "active_backend", "bench", "bench_deterministic", "register", "selftest", "sink_attention"]
 
 if TYPE_CHECKING:
     from .backends import active_backend
-    from .bench import bench, bench_deterministic
+    from .benchmark import bench, bench_deterministic
+    from .checks import selftest
     from .ops import sink_attention
-    from .selftest import selftest
 
 
 def register() -> None:
@@ -39,7 +39,9 @@ def register() -> None:
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module 'trl_gptoss.attention' has no attribute {name!r}; it exports {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'trl_gptoss.attention' has no attribute {name!r}; it exports {', '.join(__all__)}"
+        )
     value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
     globals()[name] = value
     return value

@@ -89,7 +89,10 @@ def backward(
         dsinks = lse.new_zeros(0 if sinks is None else sinks.shape[0])
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dsinks
     philox = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's random state: read, never used
-    was, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    was, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(was or deterministic, warn_only=warn_only)
     try:
         dq, dk, dv = torch.ops.aten._flash_attention_backward(

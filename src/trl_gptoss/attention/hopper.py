@@ -40,7 +40,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ops.sink_attention_op`."""
     ops = loading.kernels().ops
-    op = ops.window_fwd if _one_shot(q, k, causal, window) else ops.fwd
+    op = ops.window_fwd if _one_shot(q, k, cu_seqlens_q, cu_seqlens_k, causal, window) else ops.fwd
     q, k, v = _loadable(q, k, v)
     return op(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, scale)
 
@@ -64,17 +64,23 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `ops.sink_attention_backward_op`."""
     ops = loading.kernels().ops
-    op = ops.window_bwd if _one_shot(q, k, causal, window) else ops.bwd
+    op = ops.window_bwd if _one_shot(q, k, cu_seqlens_q, cu_seqlens_k, causal, window) else ops.bwd
     tensors = (*_loadable(dout, q, k, v), out, lse, sinks, cu_seqlens_q, cu_seqlens_k)
     return op(*tensors, max_seqlen_q, max_seqlen_k, causal, window, scale, deterministic)
 
 
-def _one_shot(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int) -> bool:
+def _one_shot(
+    q: torch.Tensor, k: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, causal: bool, window: int
+) -> bool:
+    """Whether queries and keys are the same tokens, which one shared `cu_seqlens` says, and the shape is GPT-OSS's."""
     return (
         causal
         and window == _WINDOW
         and q.shape[2] == _WINDOW_HEAD_DIM
         and q.shape[1] == _WINDOW_GROUP * k.shape[1]
+        and q.shape[0] == k.shape[0]
+        and cu_seqlens_q.data_ptr() == cu_seqlens_k.data_ptr()
+        and cu_seqlens_q.shape == cu_seqlens_k.shape
     )
 
 

@@ -60,7 +60,7 @@ def sink_attention_forward(
     batch, _, q_length, _ = query.shape
     lengths = _lengths(
         batch, q_length, key.shape[2], query.device, attention_mask, position_ids,
-        (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k),
+        (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k), sliding_window,
     )  # fmt: skip
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     out, _ = attend(
@@ -104,6 +104,7 @@ def _lengths(
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
     packed: tuple,
+    window: int | None,
 ) -> varlen.Varlen:
     cu_q, cu_k, max_q, max_k = packed
     if cu_q is not None or cu_k is not None:
@@ -114,9 +115,14 @@ def _lengths(
                 "sink_fa3 got cu_seq_lens_q and an attention_mask with padding. Cumulative lengths already say where "
                 "sequences end; pass attention_mask=None."
             )
-        return varlen.from_lengths(cu_q, cu_k, max_q, max_k, batch * q_length, batch * kv_length, device)
+        return varlen.from_lengths(
+            cu_q, cu_k, max_q, max_k, batch * q_length, batch * kv_length, device, q_length == kv_length
+        )
     if attention_mask is not None:
-        return varlen.from_ranges(_ranges(attention_mask, batch, q_length, kv_length), q_length, kv_length)
+        ranges = _ranges(attention_mask, batch, q_length, kv_length)
+        # on the CPU padding that attends to itself is time lost; on a GPU it makes the one-shot window kernels applicable
+        self_attending = window is not None and q_length == kv_length and device.type == "cuda"
+        return varlen.from_ranges(ranges, q_length, kv_length, self_attending)
     if position_ids is not None and q_length == kv_length and q_length > 1:
         if position_ids.ndim != 2 or position_ids.shape[1] != q_length or position_ids.shape[0] not in (1, batch):
             raise ValueError(
@@ -130,7 +136,12 @@ def _lengths(
 def _ranges(mask: torch.Tensor, batch: int, q_length: int, kv_length: int) -> torch.Tensor:
     if mask.dtype == torch.int32 and mask.shape == (batch, 1, 1, 4):
         return mask
-    if mask.dtype == torch.bool and mask.ndim == 2 and mask.shape[0] == batch and q_length <= mask.shape[1] <= kv_length:
+    if (
+        mask.dtype == torch.bool
+        and mask.ndim == 2
+        and mask.shape[0] == batch
+        and q_length <= mask.shape[1] <= kv_length
+    ):
         return row_ranges(mask, batch, q_length, mask.shape[1], mask.device)
     raise ValueError(
         f"sink_fa3 got an attention_mask of shape {tuple(mask.shape)}, {mask.dtype}; it takes the mask that transformers asks it "

@@ -11,6 +11,7 @@ backward a log-sum-exp that includes the sink; on top of autograd the same resca
 import torch
 
 from . import backends, varlen
+from .reference import sink_gradient
 
 
 @torch.library.custom_op("trl_gptoss::sink_attention", mutates_args=())
@@ -80,7 +81,9 @@ def _lengths(
 
 
 @sink_attention_op.register_fake
-def _(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, scale, deterministic, trim):
+def _(
+    q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, scale, deterministic, trim
+):
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype)
 
@@ -100,13 +103,36 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, dout, dlse):
+    q, k, v, out, lse, sinks, *cu_seqlens = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    grads = sink_attention_backward_op(dout, q, k, v, out, lse, sinks, *cu_seqlens, *ctx.settings)
     if dlse is not None:
-        raise NotImplementedError(
-            "The log-sum-exp of sink_attention is not differentiable; detach it before it enters a loss."
-        )
-    dq, dk, dv, dsinks = sink_attention_backward_op(dout, *ctx.saved_tensors, *ctx.settings)
-    sinks = ctx.saved_tensors[5]
+        more = _lse_gradients(dlse, q, k, lse, sinks, cu_seqlens, ctx.settings)
+        grads = [a if b is None else a + b for a, b in zip(grads, more)]
+    dq, dk, dv, dsinks = grads
     return dq, dk, dv, None if sinks is None else dsinks, *(None,) * 9
+
+
+def _lse_gradients(
+    dlse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+    cu_seqlens: list[torch.Tensor],
+    settings: list,
+) -> tuple[torch.Tensor | None, ...]:
+    """What a gradient of the log-sum-exp adds to dq, dk, dv and dsinks: dS_ij = P_ij dlse_i.
+
+    No kernel takes it, and it is rare (merging partial attentions), so it costs a forward and a backward of the same operators:
+    sum_j P_ij k_j is the output for v = k, and sum_i P_ij x_i is the dv for dout = x.
+    """
+    scaled = (dlse.T * settings[4]).unsqueeze(-1)
+    mean_k, _ = sink_attention_op(q, k, k, sinks, *cu_seqlens, *settings)
+    x = (scaled * q).to(q.dtype)
+    _, _, dk, _ = sink_attention_backward_op(x, q, k, k, mean_k, lse, sinks, *cu_seqlens, *settings)
+    dsinks = None if sinks is None else -sink_gradient(dlse, lse, sinks)
+    return (scaled * mean_k).to(q.dtype), dk, None, dsinks
 
 
 sink_attention_op.register_autograd(_backward, setup_context=_setup_context)
@@ -150,7 +176,7 @@ def sink_attention(
 
     Returns:
         `torch.Tensor`: Like `q`. A query that sees no key gives 0. With `return_lse` also lse (num_heads, total_q) in float32
-        (float64 for float64 inputs), natural logarithm, sink included. It is not differentiable: using it in a loss raises.
+        (float64 for float64 inputs), natural logarithm, sink included; differentiable, at the price of a second pass.
 
     Raises:
         `ValueError`: Shapes, dtypes or devices that do not fit together, or a window without `causal`.

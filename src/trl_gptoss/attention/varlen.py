@@ -85,7 +85,8 @@ def dense(batch: int, q_length: int, kv_length: int, device: torch.device) -> Va
 
 def _dense(batch: int, q_length: int, kv_length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
-    return rows * q_length, rows * kv_length
+    cu_q = rows * q_length
+    return cu_q, cu_q if q_length == kv_length else rows * kv_length
 
 
 @lru_cache(maxsize=128)
@@ -94,13 +95,16 @@ def _dense_cached(batch: int, q_length: int, kv_length: int, device: torch.devic
         return _dense(batch, q_length, kv_length, device)
 
 
-def from_ranges(ranges: torch.Tensor, q_length: int, kv_length: int) -> Varlen:
+def from_ranges(ranges: torch.Tensor, q_length: int, kv_length: int, self_attending: bool = False) -> Varlen:
     """A padded batch or a static cache.
 
     Args:
         ranges (`torch.Tensor`): int32 (batch, 1, 1, 4) as `mask.row_ranges` makes it.
         q_length (`int`): Queries per row, padding included.
         kv_length (`int`): Keys per row, padding and unwritten places included.
+        self_attending (`bool`, defaults to `False`): Let padding attend to itself, so that queries and keys share one
+            `cu_seqlens`, which one-shot window kernels need. Only where queries and keys are the same tokens. Costs nothing
+            with a window, much without.
     """
 
     def build() -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,6 +116,9 @@ def from_ranges(ranges: torch.Tensor, q_length: int, kv_length: int) -> Varlen:
         zero = k_end.new_zeros(1)
         before = torch.cat((zero, k_end[:-1]))  # the keys' previous end: the first gap holds queries only
         last_q, last_k = zero + batch * q_length, zero + batch * kv_length
+        if self_attending:
+            cu = torch.cat((zero, torch.stack((k_begin, k_end), 1).flatten(), last_k))
+            return cu, cu
         cu_q = torch.cat((zero, torch.stack((q_begin, q_begin, q_end), 1).flatten(), last_q, last_q))
         cu_k = torch.cat((zero, torch.stack((before, k_begin, k_end), 1).flatten(), k_end[-1:], last_k))
         return cu_q, cu_k
@@ -119,7 +126,7 @@ def from_ranges(ranges: torch.Tensor, q_length: int, kv_length: int) -> Varlen:
     if torch.compiler.is_compiling():
         cu_q, cu_k = build()
     else:
-        cu_q, cu_k = _memo.get((ranges,), ("ranges", q_length, kv_length), build)
+        cu_q, cu_k = _memo.get((ranges,), ("ranges", q_length, kv_length, self_attending), build)
     return Varlen(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=q_length, max_seqlen_k=kv_length)
 
 
@@ -165,8 +172,12 @@ def from_lengths(
     total_q: int,
     total_k: int,
     device: torch.device,
+    same_tokens: bool = False,
 ) -> Varlen:
-    """Lengths that the caller gave. Nothing is read from the device as long as the maxima are ints."""
+    """Lengths that the caller gave. Nothing is read from the device as long as the maxima are ints.
+
+    `same_tokens`: queries and keys are the same tokens, so both must be cut alike and one tensor serves both.
+    """
 
     def build() -> Varlen:
         cu_q, cu_k = (cu.to(device=device, dtype=torch.int32) for cu in (cu_seqlens_q, cu_seqlens_k))
@@ -175,14 +186,22 @@ def from_lengths(
                 f"cu_seqlens of shape {tuple(cu_q.shape)} for queries and {tuple(cu_k.shape)} for keys; "
                 "both must have shape (sequences + 1,)."
             )
+        if same_tokens:
+            torch._assert_async(
+                (cu_q == cu_k).all(), "sink_fa3: cu_seqlens differ for queries and keys of the same tokens"
+            )
+            cu_k = cu_q
         max_q = _maximum(cu_q, max_seqlen_q, total_q)
         max_k = _maximum(cu_k, max_seqlen_k, total_k)
         return Varlen(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k)
 
     if torch.compiler.is_compiling():
         return build()
-    given = (max_seqlen_q if isinstance(max_seqlen_q, int) else None, max_seqlen_k if isinstance(max_seqlen_k, int) else None)
-    return _memo.get((cu_seqlens_q, cu_seqlens_k), ("lengths", total_q, total_k, device, *given), build)
+    given = (
+        max_seqlen_q if isinstance(max_seqlen_q, int) else None,
+        max_seqlen_k if isinstance(max_seqlen_k, int) else None,
+    )
+    return _memo.get((cu_seqlens_q, cu_seqlens_k), ("lengths", total_q, total_k, device, same_tokens, *given), build)
 
 
 def _maximum(cu: torch.Tensor, given: int | torch.Tensor | None, total: int) -> int:

@@ -1,6 +1,7 @@
 """Environments: what tools a rollout has, and where the code that the policy writes is run."""
 
 from .executor import ExecutionResult, Executor, ExecutorUnavailable, Session, get_executor, register_executor
+from .openenv import OpenEnvEnvironment
 from .protocol import Environment, ToolOutput, not_a_tool
 from .python_tool import PythonTool
 
@@ -9,6 +10,7 @@ __all__ = [
     "ExecutionResult",
     "Executor",
     "ExecutorUnavailable",
+    "OpenEnvEnvironment",
     "PythonTool",
     "Session",
     "ToolOutput",

@@ -83,8 +83,10 @@ def show(error: BaseException, source: str) -> None:
     """Print the traceback from the code's own first line on."""
     import linecache
     import traceback
+    from contextlib import suppress
 
-    sys.stdout.flush()
+    with suppress(BaseException):  # the code may have put anything in its place
+        sys.stdout.flush()
     linecache.cache["<python>"] = (len(source), None, source.splitlines(True), "<python>")
     own = error.__traceback__ and error.__traceback__.tb_next
     traceback.print_exception(type(error), error, own)

@@ -3,14 +3,15 @@
 Shape legend: T tokens, k = top_k, M = T * k assignments, H hidden, I intermediate, R rank of an adapter.
 
 Memory at the widest point, in rows of M: forward 2I (kept for backward) + I + one block of columns of H; backward
-2I + I, the gradients of the two products overwriting their inputs. The gathered inputs (M, H) never exist.
+2I + I + one block of columns of H, the gradients of the two products overwriting their inputs. Inputs are gathered
+inside the products; only weight gradients, whose contraction runs over the rows, read a sorted copy.
 """
 
 import torch
 
-from .kernels_gemm import grouped_gemm, grouped_wgrad
+from .kernels_gemm import PAD, grouped_gemm, grouped_wgrad
 from .kernels_route import sort_by_expert
-from .kernels_rowwise import combine, gate_backward, router_gradient, sum_tiles, weighted_row_sums
+from .kernels_rowwise import combine, gate_backward, gather_rows, padded_rows, router_gradient, sum_tiles
 from .params import Activation, ExpertParams, Gradients, Needs, Saved, gradient_buffers
 from .tuning import low_rank_config, low_rank_wgrad_config, tile_config
 
@@ -134,23 +135,12 @@ def backward(
     accumulate = into is not None
     out = into if into is not None else gradient_buffers(params, needs, None, zero=False)
 
-    def wgrad(kernel, a, b, target, gather_a=False, gather_b=False):
+    def wgrad(kernel, a, b, target, **padded):
         if kernel == "low":
             config = low_rank_wgrad_config(target.shape[1], target.shape[2])
         else:
             config = tile_config(kernel, M, experts, x)
-        grouped_wgrad(
-            a,
-            b,
-            target,
-            order,
-            offsets,
-            config,
-            top_k=top_k,
-            gather_a=gather_a,
-            gather_b=gather_b,
-            accumulate=accumulate,
-        )
+        grouped_wgrad(a, b, target, offsets, config, accumulate=accumulate, **padded)
 
     thin = None
     if params.lora_down_in is not None:
@@ -184,28 +174,46 @@ def backward(
     d_weight = router_gradient(dots, grad, params.down_bias, index, weight.dtype) if needs.weight else None
     if needs.gate_up_bias:
         sum_tiles(bias_partial, offsets, out.gate_up_bias, accumulate)
-    if needs.down_bias:
-        sum_tiles(weighted_row_sums(grad, order, offsets, weight, top_k), offsets, out.down_bias, accumulate)
-    if needs.down:
-        wgrad("wgrad_down", weighted_hidden, grad, out.down, gather_b=True)
-    if needs.lora_down_in:
-        wgrad("low", weighted_hidden, thin, out.lora_down_in)
+    low = None
     if needs.lora_down_out:
         low = _low_rank(weighted_hidden, params.lora_down_in, order, offsets, top_k)
-        wgrad("low", low, grad, out.lora_down_out, gather_b=True)
-    del weighted_hidden, d_hidden, bias_partial, dots
+    if needs.lora_down_in:
+        wgrad("low", weighted_hidden, thin, out.lora_down_in)
+    if needs.down or needs.down_bias or needs.lora_down_out:
+        rows = padded_rows(M, experts)
+        blocks = _column_blocks(M, grad.shape[1], grad)
+        partial = grad.new_empty(rows // PAD, grad.shape[1], dtype=torch.float32) if needs.down_bias else None
+        copy = grad.new_empty(rows, blocks[0][1]) if needs.down or needs.lora_down_out else None
+        for begin, end in blocks:
+            sorted_grad = None if copy is None else copy[:, : end - begin]
+            part = None if partial is None else partial[:, begin:end]
+            gather_rows(
+                grad[:, begin:end], order, offsets, top_k, out=sorted_grad, weight=weight, partial=part
+            )
+            if needs.down:
+                wgrad("wgrad_down", weighted_hidden, sorted_grad, out.down[:, :, begin:end], padded_b=True)
+            if needs.lora_down_out:
+                wgrad("low", low, sorted_grad, out.lora_down_out[:, :, begin:end], padded_b=True)
+        if needs.down_bias:
+            sum_tiles(partial, offsets, out.down_bias, accumulate)
+        del copy, partial
+    del weighted_hidden, d_hidden, bias_partial, dots, low
 
-    if needs.gate_up:
-        wgrad("wgrad_up", x, d_gate_up, out.gate_up, gather_a=True)
-    low_rank = None
+    thin = None
     if params.lora_up_in is not None:
         thin = _low_rank(d_gate_up, params.lora_up_out, order, offsets, top_k, transpose=True)
-        low_rank = thin, params.lora_up_in.transpose(1, 2).contiguous()
-    if needs.lora_up_in:
-        wgrad("low", x, thin, out.lora_up_in, gather_a=True)
+    if needs.gate_up or needs.lora_up_in:
+        copy = x.new_empty(padded_rows(M, experts), x.shape[1])
+        gather_rows(x, order, offsets, top_k, out=copy)
+        if needs.gate_up:
+            wgrad("wgrad_up", copy, d_gate_up, out.gate_up, padded_a=True)
+        if needs.lora_up_in:
+            wgrad("low", copy, thin, out.lora_up_in, padded_a=True)
+        del copy
     if needs.lora_up_out:
         low = _low_rank(x, params.lora_up_in, order, offsets, top_k, gather=True)
         wgrad("low", low, d_gate_up, out.lora_up_out)
+    low_rank = None if thin is None else (thin, params.lora_up_in.transpose(1, 2).contiguous())
     d_x = None
     if needs.x:
         d_x = torch.empty_like(x)

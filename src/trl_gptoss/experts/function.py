@@ -27,16 +27,18 @@ def _path(x: torch.Tensor) -> ModuleType:
 def _run_forward(x, index, weight, params, activation, chunk, keep) -> tuple[torch.Tensor, Saved]:
     path = _path(x)
     if index.numel() == 0:
-        empty = index.new_empty(0, dtype=torch.int32)
-        return torch.zeros_like(x), Saved(x.new_empty(0), empty, empty)
+        return torch.zeros_like(x), _nothing(x, index)
     with torch.autocast(x.device.type, enabled=False), _device(x):
         if not chunk or chunk >= x.shape[0]:
             return path.forward(x, index, weight, params, activation, keep=keep and not chunk)
         out = torch.empty_like(x)
         for tile in _tiles(x.shape[0], chunk):
             out[tile] = path.forward(x[tile], index[tile], weight[tile], params, activation, keep=False)[0]
-    empty = index.new_empty(0, dtype=torch.int32)
-    return out, Saved(x.new_empty(0), empty, empty)
+    return out, _nothing(x, index)
+
+
+def _nothing(x: torch.Tensor, index: torch.Tensor) -> Saved:
+    return Saved(x.new_empty(0), index.new_empty(0), index.new_empty(0))
 
 
 def _run_backward(grad, x, index, weight, params, activation, saved, needs, chunk) -> Gradients:

@@ -8,6 +8,8 @@ Which rows a tile covers is found on the device from `offsets`, so the host neve
 here is Hopper-only: tensor descriptors (TMA) are used where the configuration asks for them and the GPU has them.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .tuning import TileConfig
 
+PAD = 64  # rows per padded block of an expert; a multiple of every contraction step of `grouped_wgrad`
 PLAIN, BIASED, GATE, WEIGHTED = 0, 1, 2, 3
 _PLAIN, _GATE, _WEIGHTED = tl.constexpr(PLAIN), tl.constexpr(GATE), tl.constexpr(WEIGHTED)
 
@@ -77,6 +80,7 @@ def _grouped_gemm_kernel(
     EVEN_K: tl.constexpr,
     TMA_A: tl.constexpr,
     TMA_B: tl.constexpr,
+    FLATTEN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -86,7 +90,7 @@ def _grouped_gemm_kernel(
     column_tiles = tl.cdiv(columns, BN)
     group_size = GROUP * column_tiles
     k_steps = tl.cdiv(K, BK)
-    for tile in range(tl.program_id(0), row_tiles * column_tiles, num_programs):
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, num_programs, flatten=FLATTEN):
         first_m = tile // group_size * GROUP
         rows_in_group = min(row_tiles - first_m, GROUP)
         tile_m = first_m + tile % group_size % rows_in_group
@@ -179,20 +183,28 @@ def _grouped_gemm_kernel(
             )
 
 
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
 def _programs(config: TileConfig, tiles: int, device: torch.device) -> int:
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-    return max(1, min(tiles, processors * config.programs))
+    return max(1, min(tiles, _processors(device) * config.programs))
 
 
 def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
+@functools.cache
+def _has_tma(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def _can_describe(matrix: torch.Tensor) -> bool:
     """TMA wants a 16-byte aligned base and row pitch, and pays only from Hopper on."""
     return (
-        matrix.is_cuda
-        and torch.cuda.get_device_capability(matrix.device)[0] >= 9
+        _has_tma(matrix.device)
         and matrix.data_ptr() % 16 == 0
         and matrix.stride(0) * matrix.element_size() % 16 == 0
         and matrix.stride(1) == 1
@@ -284,6 +296,7 @@ def grouped_gemm(
         EVEN_K=even_k,
         TMA_A=tma_a,
         TMA_B=tma_b,
+        FLATTEN=config.flatten,
         BM=config.bm,
         BN=config.bn,
         BK=config.bk,
@@ -295,64 +308,66 @@ def grouped_gemm(
 
 @triton.jit
 def _grouped_wgrad_kernel(
-    a_ptr,
-    b_ptr,
+    a,
+    b,
     c_ptr,
-    order_ptr,
     offsets_ptr,
     H,
     N,
     stride_a,
     stride_b,
+    stride_c_expert,
+    stride_c,
     E,
     num_programs,
-    TOP_K: tl.constexpr,
-    GATHER_A: tl.constexpr,
-    GATHER_B: tl.constexpr,
+    E_POW2: tl.constexpr,
+    PAD_A: tl.constexpr,
+    PAD_B: tl.constexpr,
+    PAD: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    FLATTEN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    running, _ = expert_tiles(offsets_ptr, E, E_POW2, PAD)
+    lane = tl.arange(0, E_POW2)
     tiles_m = tl.cdiv(H, BM)
     tiles_n = tl.cdiv(N, BN)
     per_expert = tiles_m * tiles_n
     group_size = GROUP * tiles_n
-    for tile in range(tl.program_id(0), E * per_expert, num_programs):
+    for tile in tl.range(tl.program_id(0), E * per_expert, num_programs, flatten=FLATTEN):
         expert = tile // per_expert
         rest = tile % per_expert
         first_m = rest // group_size * GROUP
         rows_in_group = min(tiles_m - first_m, GROUP)
-        m = (first_m + rest % group_size % rows_in_group) * BM + tl.arange(0, BM)
-        n = rest % group_size // rows_in_group * BN + tl.arange(0, BN)
+        start_m = (first_m + rest % group_size % rows_in_group) * BM
+        start_n = rest % group_size // rows_in_group * BN
+        m = start_m + tl.arange(0, BM)
+        n = start_n + tl.arange(0, BN)
         m_mask = m < H
         n_mask = n < N
         begin = tl.load(offsets_ptr + expert)
-        end = tl.load(offsets_ptr + expert + 1)
+        count = tl.load(offsets_ptr + expert + 1) - begin
+        padded = tl.sum(tl.where(lane == expert - 1, running, 0), axis=0) * PAD
+        begin_a = padded if PAD_A else begin
+        begin_b = padded if PAD_B else begin
         acc = tl.zeros((BM, BN), tl.float32)
-        for k in range(begin, end, BK):
-            rows = k + tl.arange(0, BK)
-            row_mask = rows < end
-            if GATHER_A or GATHER_B:
-                token = tl.load(order_ptr + rows, mask=row_mask, other=0) // TOP_K
-            if GATHER_A:
-                a_rows = token.to(tl.int64)
+        for step in range(0, tl.cdiv(count, BK)):
+            if TMA:
+                a_tile = a.load([begin_a + step * BK, start_m])
+                b_tile = b.load([begin_b + step * BK, start_n])
             else:
-                a_rows = rows.to(tl.int64)
-            if GATHER_B:
-                b_rows = token.to(tl.int64)
-            else:
-                b_rows = rows.to(tl.int64)
-            a = tl.load(
-                a_ptr + a_rows[:, None] * stride_a + m[None, :], mask=row_mask[:, None] & m_mask[None, :], other=0.0
-            )
-            b = tl.load(
-                b_ptr + b_rows[:, None] * stride_b + n[None, :], mask=row_mask[:, None] & n_mask[None, :], other=0.0
-            )
-            acc = tl.dot(tl.trans(a), b, acc, input_precision=PRECISION)
-        c_ptrs = c_ptr + expert.to(tl.int64) * H * N + m.to(tl.int64)[:, None] * N + n[None, :]
+                k = step * BK + tl.arange(0, BK)
+                a_mask = m_mask[None, :] & (PAD_A | (k < count))[:, None]
+                b_mask = n_mask[None, :] & (PAD_B | (k < count))[:, None]
+                a_tile = tl.load(a + (begin_a + k).to(tl.int64)[:, None] * stride_a + m[None, :], mask=a_mask, other=0.0)
+                b_tile = tl.load(b + (begin_b + k).to(tl.int64)[:, None] * stride_b + n[None, :], mask=b_mask, other=0.0)
+            acc = tl.dot(tl.trans(a_tile), b_tile, acc, input_precision=PRECISION)
+        c_ptrs = c_ptr + expert.to(tl.int64) * stride_c_expert + m.to(tl.int64)[:, None] * stride_c + n[None, :]
         c_mask = m_mask[:, None] & n_mask[None, :]
         if ACCUMULATE:
             acc += tl.load(c_ptrs, mask=c_mask, other=0.0)
@@ -363,41 +378,46 @@ def grouped_wgrad(
     a: torch.Tensor,
     b: torch.Tensor,
     out: torch.Tensor,
-    order: torch.Tensor,
     offsets: torch.Tensor,
     config: TileConfig,
     *,
-    top_k: int,
-    gather_a: bool = False,
-    gather_b: bool = False,
+    padded_a: bool = False,
+    padded_b: bool = False,
     accumulate: bool = False,
 ) -> None:
     """`out[e] = a[rows of e].T @ b[rows of e]`, fp32 accumulation, zeros for an expert without rows.
 
     Args:
-        a (`(M, H)`, or `(T, H)` with `gather_a`), b (`(M, N)`, or `(T, N)` with `gather_b`): Last dimension contiguous.
-        out (`(E, H, N)`, contiguous): Overwritten, or added to with `accumulate` (fp32 only).
+        a (`(M, H)`), b (`(M, N)`): Sorted rows, last dimension contiguous. A padded operand comes from `gather_rows`:
+            every expert starts at a multiple of `PAD` rows and ends in zero rows. With one padded operand the other is
+            read past the end of an expert, so up to `PAD` rows behind the last expert must be finite.
+        out (`(E, H, N)`, last dimension contiguous): Overwritten, or added to with `accumulate` (fp32 only).
     """
     experts, H, N = out.shape
     tiles = experts * triton.cdiv(H, config.bm) * triton.cdiv(N, config.bn)
     programs = _programs(config, tiles, a.device)
+    tma = config.tma and padded_a != padded_b and _can_describe(a) and _can_describe(b)
     _grouped_wgrad_kernel[(programs,)](
-        a,
-        b,
+        TensorDescriptor.from_tensor(a, [config.bk, config.bm]) if tma else a,
+        TensorDescriptor.from_tensor(b, [config.bk, config.bn]) if tma else b,
         out,
-        order,
         offsets,
         H,
         N,
         a.stride(0),
         b.stride(0),
+        out.stride(0),
+        out.stride(1),
         experts,
         programs,
-        TOP_K=top_k,
-        GATHER_A=gather_a,
-        GATHER_B=gather_b,
+        E_POW2=triton.next_power_of_2(experts),
+        PAD_A=padded_a,
+        PAD_B=padded_b,
+        PAD=PAD,
         ACCUMULATE=accumulate,
         PRECISION=_precision(a.dtype),
+        TMA=tma,
+        FLATTEN=config.flatten,
         BM=config.bm,
         BN=config.bn,
         BK=config.bk,

@@ -8,10 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .kernels_gemm import expert_tiles, locate_tile
+from .kernels_gemm import PAD, expert_tiles, locate_tile
 
-ROWS = 64  # rows per partial sum
-_SEGMENT = 960  # columns of the activation that one program walks
+_SEGMENT = 192  # columns of the activation that one program walks
 
 
 @triton.jit
@@ -105,6 +104,18 @@ def _gate_backward_kernel(
                     mask=pair < 2 * min(I, (segment + 1) * SEGMENT),
                 )
         tl.store(dot_ptr + segment.to(tl.int64) * M + assignment, dot, mask=row_mask)
+    elif tile == row_tiles:
+        # `grouped_wgrad` reads past the last expert and multiplies by zero: what it finds must be finite
+        rows = tl.load(offsets_ptr + E) + tl.arange(0, BM)
+        base = rows.to(tl.int64)[:, None]
+        segment = tl.program_id(1)
+        for start in range(segment * SEGMENT, min(I, (segment + 1) * SEGMENT), BC):
+            column = start + tl.arange(0, BC)
+            pair = 2 * start + tl.arange(0, 2 * BC)
+            mask = (rows < M)[:, None] & (column < I)[None, :]
+            pair_mask = (rows < M)[:, None] & (pair < 2 * I)[None, :]
+            tl.store(gate_up_ptr + base * 2 * I + pair[None, :], tl.zeros((BM, 2 * BC), gate_up_ptr.dtype.element_ty), pair_mask)
+            tl.store(grad_ptr + base * I + column[None, :], tl.zeros((BM, BC), grad_ptr.dtype.element_ty), mask)
 
 
 def gate_backward(
@@ -133,11 +144,11 @@ def gate_backward(
     """
     M, width = grad.shape
     experts = offsets.numel() - 1
-    row_tiles = triton.cdiv(M, ROWS) + min(experts, M)
+    row_tiles = padded_rows(M, experts) // PAD
     segments = triton.cdiv(width, _SEGMENT)
     dots = torch.empty(segments, M, dtype=torch.float32, device=grad.device)
     partial = torch.empty(row_tiles, 2 * width, dtype=torch.float32, device=grad.device) if need_bias else None
-    _gate_backward_kernel[(row_tiles, segments)](
+    _gate_backward_kernel[(row_tiles + 1, segments)](
         gate_up,
         grad,
         order,
@@ -154,25 +165,30 @@ def gate_backward(
         BIAS=need_bias,
         KEEP=need_hidden,
         SEGMENT=_SEGMENT,
-        BM=ROWS,
+        BM=PAD,
         BC=32,
-        num_warps=4,
+        num_warps=8,
     )
     return dots, partial
 
 
 @triton.jit
-def _weighted_rows_kernel(
-    grad_ptr,
+def _gather_rows_kernel(
+    source_ptr,
     order_ptr,
     offsets_ptr,
     weight_ptr,
+    out_ptr,
     partial_ptr,
-    H,
-    stride_grad,
+    columns,
+    stride_source,
+    stride_out,
+    stride_partial,
     E,
     E_POW2: tl.constexpr,
     TOP_K: tl.constexpr,
+    COPY: tl.constexpr,
+    SUM: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -183,38 +199,63 @@ def _weighted_rows_kernel(
         rows = begin + tl.arange(0, BM)
         row_mask = rows < end
         column = tl.program_id(1) * BC + tl.arange(0, BC)
-        mask = row_mask[:, None] & (column < H)[None, :]
+        c_mask = column < columns
         assignment = tl.load(order_ptr + rows, mask=row_mask, other=0)
-        weight = tl.load(weight_ptr + assignment, mask=row_mask, other=0.0).to(tl.float32)
-        source = (assignment // TOP_K).to(tl.int64)[:, None] * stride_grad
-        grad = tl.load(grad_ptr + source + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        total = tl.sum(grad * weight[:, None], axis=0)
-        tl.store(partial_ptr + tile.to(tl.int64) * H + column, total, mask=column < H)
+        source = (assignment // TOP_K).to(tl.int64)[:, None] * stride_source
+        block = tl.load(source_ptr + source + column[None, :], mask=row_mask[:, None] & c_mask[None, :], other=0.0)
+        if COPY:
+            padded = (tile * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
+            tl.store(out_ptr + padded * stride_out + column[None, :], block, mask=c_mask[None, :])
+        if SUM:
+            weight = tl.load(weight_ptr + assignment, mask=row_mask, other=0.0).to(tl.float32)
+            total = tl.sum(block.to(tl.float32) * weight[:, None], axis=0)
+            tl.store(partial_ptr + tile.to(tl.int64) * stride_partial + column, total, mask=c_mask)
 
 
-def weighted_row_sums(
-    grad: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor, weight: torch.Tensor, top_k: int
-) -> torch.Tensor:
-    """Partial sums over row tiles of weight * gradient of the assignment's token, (row tiles, H) fp32."""
-    M, H, experts = order.numel(), grad.shape[1], offsets.numel() - 1
-    row_tiles = triton.cdiv(M, ROWS) + min(experts, M)
-    partial = torch.empty(row_tiles, H, dtype=torch.float32, device=grad.device)
-    _weighted_rows_kernel[(row_tiles, triton.cdiv(H, 128))](
-        grad,
+def gather_rows(
+    source: torch.Tensor,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    top_k: int,
+    *,
+    out: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    partial: torch.Tensor | None = None,
+) -> None:
+    """Rows of their tokens in expert order, every expert padded with zero rows to a multiple of `PAD`.
+
+    Args:
+        source (`(T, C)`): Rows by token; last dimension contiguous.
+        out (`(padded_rows(M, E), C)`, *optional*): Receives the rows.
+        weight (`(M,)`, by assignment id, *optional*): For `partial`.
+        partial (`(row tiles, C)`, fp32, *optional*): Receives the weighted sum of every block of `PAD` rows.
+    """
+    M, columns, experts = order.numel(), source.shape[1], offsets.numel() - 1
+    _gather_rows_kernel[(padded_rows(M, experts) // PAD, triton.cdiv(columns, 128))](
+        source,
         order,
         offsets,
         weight,
+        out,
         partial,
-        H,
-        grad.stride(0),
+        columns,
+        source.stride(0),
+        0 if out is None else out.stride(0),
+        0 if partial is None else partial.stride(0),
         experts,
         E_POW2=triton.next_power_of_2(experts),
         TOP_K=top_k,
-        BM=ROWS,
+        COPY=out is not None,
+        SUM=partial is not None,
+        BM=PAD,
         BC=128,
-        num_warps=4,
+        num_warps=8,
     )
-    return partial
+
+
+def padded_rows(rows: int, experts: int) -> int:
+    """Upper bound of the padded row count, a multiple of `PAD`."""
+    return (triton.cdiv(rows, PAD) + min(experts, rows)) * PAD
 
 
 @triton.jit
@@ -259,7 +300,7 @@ def sum_tiles(partial: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, a
         experts,
         E_POW2=triton.next_power_of_2(experts),
         ACCUMULATE=accumulate,
-        BM=ROWS,
+        BM=PAD,
         BT=16,
         BC=128,
         num_warps=4,

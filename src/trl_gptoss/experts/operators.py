@@ -32,7 +32,7 @@ def _experts(x, index, weight, *rest):
 
 def _experts_fake(x, index, weight, *rest):
     gate_up, chunk, keep = rest[0], rest[-2], rest[-1]
-    integer = torch.int32 if x.is_cuda else index.dtype
+    integer = torch.int32 if x.is_cuda and not chunk else index.dtype
     kept = keep and not chunk
     saved = x.new_empty((index.numel(), gate_up.shape[2]) if kept else 0)
     order = index.new_empty(0 if chunk else index.numel(), dtype=integer)

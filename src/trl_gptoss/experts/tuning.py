@@ -24,7 +24,8 @@ class TileConfig:
     """Tile of one kernel: `bm` rows x `bn` columns, `bk` contraction step.
 
     `warps` and `stages` are Triton's; `group` row tiles share their columns before the next columns start (L2 reuse);
-    `programs` is the size of the persistent grid per multiprocessor; `tma` uses tensor descriptors where they exist.
+    `programs` is the size of the persistent grid per multiprocessor; `tma` uses tensor descriptors where they exist;
+    `flatten` joins the tile loop with the contraction loop, so that a tile's first loads overlap the last one's store.
     """
 
     bm: int
@@ -35,6 +36,7 @@ class TileConfig:
     group: int = 8
     programs: int = 1
     tma: bool = False
+    flatten: bool = False
 
 
 def cache_path(device_name: str) -> Path:
@@ -68,7 +70,8 @@ def low_rank_config(rank: int) -> TileConfig:
 
 def low_rank_wgrad_config(rows: int, columns: int) -> TileConfig:
     """Configuration of a weight gradient of shape (rows, columns) of which one is the rank."""
-    return TileConfig(min(128, rows), min(128, columns), 64, 4, 3, programs=3)
+    bm, bn = (min(128, max(16, 1 << (size - 1).bit_length())) for size in (rows, columns))
+    return TileConfig(bm, bn, 64, 4, 3, programs=3)
 
 
 @functools.cache
@@ -111,33 +114,37 @@ def candidates(kernel: str, rows_per_expert: int) -> list[TileConfig]:
     if kernel.startswith("wgrad"):
         return [
             TileConfig(128, 256, 64, 8, 3),
-            TileConfig(128, 256, 32, 8, 4),
-            TileConfig(256, 128, 64, 8, 3),
-            TileConfig(128, 128, 64, 4, 3, programs=2),
-            TileConfig(128, 128, 64, 8, 4),
-            TileConfig(128, 128, 32, 4, 4, programs=2),
+            TileConfig(128, 256, 64, 8, 4),
+            TileConfig(128, 256, 32, 8, 6),
+            TileConfig(256, 128, 64, 8, 4),
+            TileConfig(128, 128, 64, 4, 4, programs=2),
+            TileConfig(128, 256, 64, 8, 4, flatten=True),
         ]
     if rows_per_expert <= 32:
-        row_tile = 16 if rows_per_expert <= 16 else 32
+        row_tile = 16 if rows_per_expert <= 8 else 32
         return [
-            TileConfig(row_tile, n, k, 4, stages, programs=programs)
-            for n, k in ((32, 128), (64, 128), (64, 64), (128, 64))
-            for stages, programs in ((3, 6), (5, 3))
+            TileConfig(row_tile, 32, 128, 4, 4, programs=5),
+            TileConfig(row_tile, 64, 128, 4, 3, programs=4),
+            TileConfig(row_tile, 64, 64, 4, 5, programs=4),
+            TileConfig(row_tile, 128, 64, 4, 4, programs=3),
+            TileConfig(row_tile, 128, 64, 8, 5, programs=2),
         ]
     small = [
         TileConfig(64, 128, 64, 4, 4, programs=2),
-        TileConfig(64, 256, 64, 4, 4),
         TileConfig(64, 256, 64, 4, 4, tma=True),
         TileConfig(64, 128, 64, 4, 3, programs=3),
     ]
     large = [
         TileConfig(128, 256, 64, 8, 3),
         TileConfig(128, 256, 64, 8, 3, tma=True),
+        TileConfig(128, 256, 64, 8, 4, tma=True),
+        TileConfig(128, 256, 64, 8, 3, tma=True, flatten=True),
         TileConfig(128, 256, 32, 8, 5),
-        TileConfig(128, 128, 64, 4, 3, programs=2),
-        TileConfig(128, 128, 64, 8, 4),
+        TileConfig(128, 128, 64, 4, 3, programs=2, tma=True),
     ]
-    return small + large if rows_per_expert <= 256 else large
+    if rows_per_expert <= 64:
+        return small + large[1:2] + [TileConfig(128, 128, 64, 4, 3, programs=2, tma=True)]
+    return large if rows_per_expert > 256 else [small[1], *large]
 
 
 def measure(

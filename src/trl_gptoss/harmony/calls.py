@@ -1,6 +1,7 @@
 """From a recipient and a message text to a tool call: which tool, with which arguments."""
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from .builtin_tools import BUILTIN_FUNCTIONS
 from .header import CHANNELS, CONTENT_TYPES
 from .tools import Tool, tool_name
 
+_NAMESPACES = re.compile(r"^(functions\.)+")
 NOT_TOOLS = ("assistant", "user", "system", "developer", "all", "tool", "functions", *CHANNELS)
 
 
@@ -56,7 +58,9 @@ class KnownTools:
         """`(full recipient, builtin, anomalies)` of the tool that `recipient` means; `None` if it was not declared."""
         namespace, dot, name = recipient.partition(".")
         if namespace == "functions":
-            return self._resolve_function(name)
+            bare = _NAMESPACES.sub("", name)
+            full, builtin, repairs = self._resolve_function(bare)
+            return full, builtin, repairs if bare == name else ["repeated_namespace", *repairs]
         if self._is_builtin(recipient):
             return recipient, True, []
         for stem in _without_glued_word(recipient):

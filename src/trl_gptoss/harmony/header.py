@@ -62,7 +62,6 @@ class HeaderReader:
         self._recipients: list[str] = []
         self._channels: list[str] = []
         self._constrained = 0
-        self._sections_after_role = 0
 
     def _note(self, anomaly: str) -> None:
         self.header.anomalies.append(anomaly)
@@ -118,7 +117,8 @@ class HeaderReader:
 
     def channel(self, section: str) -> None:
         """The section after a `<|channel|>`."""
-        self._sections_after_role += 1
+        if self._constrained:
+            self._note("misplaced_constrain")
         words = self._words(section)
         first = next(words, None)
         if first is None:

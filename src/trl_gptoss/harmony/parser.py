@@ -21,6 +21,9 @@ from .header import CHANNELS, Header, HeaderReader, Opening
 from .tools import Tool
 from .vocabulary import HarmonyVocabulary
 
+# Anomalies of a header that may only mean that the rest of it was cut off.
+_UNFINISHED = ("missing_channel", "missing_role", "empty_", "unknown_")
+
 # A header that a model really writes is shorter; only used to tell a forgotten boundary from `<|channel|>` in prose.
 _LONGEST_HEADER = 64
 
@@ -290,7 +293,7 @@ class _Parser:
         end = position + 1 if token is not None and self.is_stop(token) else position
         if token is None:
             if not opened:  # what is missing may have been about to come
-                header.anomalies = [name for name in header.anomalies if not name.startswith(("missing_ch", "empty_"))]
+                header.anomalies = [name for name in header.anomalies if not name.startswith(_UNFINISHED)]
             notes.append("truncated")
         elif token == self.v.endoftext:
             notes.append("endoftext")
@@ -333,7 +336,7 @@ class _Parser:
             channel=message.channel,
             content_type=message.content_type,
         )
-        if not builtin and problem and message.terminator != "truncated":
+        if problem and opened and not builtin and message.terminator != "truncated":
             notes = [*notes, problem]
         if message.terminator == "return":
             notes = [*notes, "call_ended_by_return"]

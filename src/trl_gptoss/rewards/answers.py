@@ -14,10 +14,12 @@ from decimal import Decimal
 TAIL = 4096  # characters at the end of a text in which an answer is looked for
 
 _ANSWER = re.compile(r"\banswer\b[^\n:=]{0,40}?(?:\bis\b|\bare\b|:|=)", re.IGNORECASE)
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
 _PLAIN_NUMBER = re.compile(_NUMBER)
+# parentheses and "!" next to a number can mean something
 _ONE_NUMBER = re.compile(
-    rf"(?P<before>[A-Za-z\s,:;'()*]*)\$?(?P<number>{_NUMBER})(?P<after>(?:[\s,;:!'()*.][A-Za-z\s,;'()*.]*)?)"
+    rf"(?P<before>[A-Za-z\s,:;'*]*)\$?(?P<number>{_NUMBER})(?P<after>(?:[\s,;:'.*](?:[A-Za-z,;'.*][A-Za-z\s,;'!*.]*|\s*))?)"
 )
 # words that may change the value of a number next to them, left to math-verify; single letters may be variables
 _NUMBER_WORDS = re.compile(
@@ -28,17 +30,17 @@ _NUMBER_WORDS = re.compile(
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last complete `\boxed{...}` (or `\fbox{...}`)."""
-    end = len(text)
-    while (start := max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))) >= 0:
-        brace = text.find("{", start)
-        depth = 0
-        for i in range(brace, len(text)) if brace >= 0 else ():
-            depth += (text[i] == "{") - (text[i] == "}")
-            if depth == 0:
-                return text[brace + 1 : i].strip()
-        end = start
-    return None
+    r"""The content of the last complete `\boxed{...}` (or `\fbox{...}`). Linear in the length, whatever the text."""
+    last: tuple[int, str] | None = None
+    opened: list[tuple[bool, int]] = []
+    for mark in _BRACE.finditer(text):
+        if mark[0].endswith("{") and mark[0] != "\\{":
+            opened.append((len(mark[0]) > 1, mark.end()))
+        elif mark[0] == "}" and opened:
+            boxed, start = opened.pop()
+            if boxed and (last is None or start > last[0]):
+                last = start, text[start : mark.start()].strip()
+    return None if last is None else last[1]
 
 
 def gold_answer(gold: str) -> str:

@@ -30,6 +30,7 @@ class LoopState:
     metrics (`dict[str, list[float]]`): values that are waiting for the next log.
     running_loss (`float`): sum of the losses since the last log.
     last_logged_step (`int`): optimizer step of the last log.
+    tokens_seen (`int`): tokens generated so far, prompts included.
     """
 
     step: int
@@ -38,6 +39,7 @@ class LoopState:
     metrics: dict[str, list[float]]
     running_loss: float
     last_logged_step: int
+    tokens_seen: int
 
     def save(self, directory: str, rank: int) -> None:
         """Write to `directory` under its final name only once it is complete."""

@@ -19,6 +19,7 @@ class ResumableMixin(GRPOTrainer):
 
     Overridden, and why:
         `train`: finds complete checkpoints, handles signals, saves the last finished step when something fails.
+        `log`: takes a snapshot of the moment.
         `_save_rng_state`, `_load_rng_state`: what TRL keeps outside of checkpoints goes along with the random states.
     """
 
@@ -65,6 +66,7 @@ class ResumableMixin(GRPOTrainer):
             metrics={mode_name: list(values) for mode_name, values in self._metrics["train"].items()},
             running_loss=self._tr_loss.item(),
             last_logged_step=self._globalstep_last_logged,
+            tokens_seen=self.state.num_input_tokens_seen,
         )
 
     def _restore_loop_state(self, state: LoopState) -> None:
@@ -76,6 +78,7 @@ class ResumableMixin(GRPOTrainer):
             self._metrics["train"][name].extend(values)
         self._tr_loss.fill_(state.running_loss)
         self._globalstep_last_logged = state.last_logged_step
+        self.state.num_input_tokens_seen = state.tokens_seen
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -88,6 +91,13 @@ class ResumableMixin(GRPOTrainer):
         self._restore_loop_state(LoopState.load(checkpoint, self.args.process_index, self.args.device))
         if self.accelerator.is_main_process:
             self.sampled_logs.file.discard_after(self.state.global_step)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.is_in_train and self.model.training and not self._optimizer_is_stepping:
+            # What is being logged must not be logged again if something fails from here on.
+            self._take_snapshot()
+            self._snapshot[1].metrics.clear()
+        super().log(logs, start_time)
 
     def _take_snapshot(self) -> None:
         """Remember where the run is, so that a failure in the next step can be undone."""

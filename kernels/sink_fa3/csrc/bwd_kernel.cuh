@@ -1,0 +1,406 @@
+// Backward main kernel, head_dim 64. A block owns 128 keys of one KV head and walks over all queries of the grouped heads
+// that see them, so dK and dV stay in registers and need no sum over heads.
+//
+// Two warpgroups of 64 keys each compute, with keys as rows, S^T = K Q^T and dP^T = V dO^T (K and V held in registers as A
+// operands), P and dS, then dV += P^T dO and dK += dS^T Q with P^T and dS^T as A operands from registers. dS goes to shared
+// memory for the third warpgroup, which computes dQ = dS K, adds it to global memory and, in one of its threads, runs the loads.
+#pragma once
+
+#include "bwd_params.cuh"
+#include "fwd_mainloop.cuh"  // Ring
+
+namespace sink_fa3 {
+
+template <typename T_, int kStages_, int kPoly_, bool kDeterministic_>
+struct BwdConfig {
+    using T = T_;
+    static constexpr int kStages = kStages_;
+    static constexpr int kPoly = kPoly_;
+    static constexpr bool kDeterministic = kDeterministic_;
+    static constexpr int kThreads = 384;
+    static constexpr int kDqRegs = 64;
+    static constexpr int kConsumerRegs = 224;
+};
+
+struct alignas(16) BwdItem {
+    int q_begin, q_len, k_begin, k_len;
+    int kv_head, n, m_min, m_count;  // query tiles m_min .. m_min + m_count - 1 of every head
+    int slot0, end, pad0, pad1;
+};
+
+template <typename C>
+struct BwdSmem {
+    alignas(1024) uint8_t k[kBwdKeys * 128];
+    alignas(1024) uint8_t v[kBwdKeys * 128];
+    alignas(1024) uint8_t q[C::kStages][kBwdRows * 128];
+    alignas(1024) uint8_t dout[C::kStages][kBwdRows * 128];
+    alignas(1024) uint8_t ds[2][kBwdKeys * 128];  // rows are keys, 64 queries each
+    alignas(1024) uint8_t staging[kBwdKeys * 128];
+    alignas(16) float rows[C::kStages][2 * kBwdRows];
+    uint64_t kv_full, item_empty;
+    uint64_t full[C::kStages], empty[C::kStages];
+    uint64_t ds_full[2], ds_empty[2];
+    BwdItem item;
+};
+
+__device__ __forceinline__ bool decode_bwd_ticket(BwdParams const& p, int ticket, BwdItem& t) {
+    int const per_group = p.units_per_group * p.blocks;
+    int const g = ticket / per_group;
+    int const r = ticket - g * per_group;
+    int const unit = g * p.units_per_group + r % p.units_per_group;
+    t.n = r / p.units_per_group;  // the first keys are seen by the most queries
+    int const b = unit / p.kv_heads;
+    if (b >= p.batch) return false;
+    t.kv_head = unit - b * p.kv_heads;
+    t.k_begin = p.cu_k[b];
+    t.k_len = p.cu_k[b + 1] - t.k_begin;
+    int const k0 = t.n * kBwdKeys;
+    if (k0 >= t.k_len) return false;
+    t.q_begin = p.cu_q[b];
+    t.q_len = p.cu_q[b + 1] - t.q_begin;
+    t.slot0 = first_slot(p, b);
+    int const offset = t.k_len - t.q_len;
+    int const last_key = min(k0 + kBwdKeys, t.k_len) - 1;
+    int const first = p.causal ? max(0, k0 - offset) : 0;
+    int const end = p.window > 0 ? min(t.q_len, last_key - offset + p.window) : t.q_len;
+    t.m_min = first / kBwdRows;
+    t.m_count = end > first ? (end + kBwdRows - 1) / kBwdRows - t.m_min : 0;
+    t.end = 0;
+    return true;
+}
+
+// ------------------------------------------------------------------------------------------------ loads and dQ
+template <typename C>
+struct QueryLoader {
+    Ring<C::kStages> ring;
+    int head, m, left;
+    __device__ __forceinline__ void start(BwdParams const& p, BwdItem const& t) {
+        head = t.kv_head * p.heads_per_kv;
+        m = t.m_min;
+        left = t.m_count * p.heads_per_kv;
+    }
+    __device__ __forceinline__ void load_one(BwdSmem<C>& sm, BwdParams const& p, CUtensorMap const* map_q, CUtensorMap const* map_do,
+                                             BwdItem const& t) {
+        if (left == 0) return;
+        --left;
+        int const s = ring.stage;
+        uint64_t* const bar = &sm.full[s];
+        mbar_wait(&sm.empty[s], ring.phase ^ 1);
+        mbar_arrive_tx(bar, 2 * kBwdRows * 128 + sizeof(sm.rows[0]));
+        tma_load_3d(sm.q[s], map_q, bar, 0, head, t.q_begin + m * kBwdRows);
+        bulk_load(sm.rows[s], p.rows + (int64_t(head) * p.slots + t.slot0 + m) * (2 * kBwdRows), sizeof(sm.rows[0]), bar);
+        tma_load_3d(sm.dout[s], map_do, bar, 0, head, t.q_begin + m * kBwdRows);
+        ring.next();
+        if (++m == t.m_min + t.m_count) {
+            m = t.m_min;
+            ++head;
+        }
+    }
+};
+
+__device__ __forceinline__ void red_add_v4(float* dst, float a, float b, float c, float d) {
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(dst), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+// Deterministic mode: key blocks add to a dQ tile in ascending order. Blocks with a smaller index were handed out earlier, so
+// whoever is waited for is running.
+__device__ __forceinline__ void wait_turn(int const* turn, int mine) {
+    int now;
+    do {
+        asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+    } while (now != mine);
+}
+__device__ __forceinline__ void pass_turn(int* turn, int next) {
+    asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(turn), "r"(next) : "memory");
+}
+// How many key blocks add to query tile m before block n does.
+__device__ __forceinline__ int turn_of(BwdParams const& p, BwdItem const& t, int m) {
+    int first = 0;
+    if (p.window > 0) {
+        int const key = m * kBwdRows + t.k_len - t.q_len - p.window + 1;  // first key that the tile's first query sees
+        first = max(0, key) / kBwdKeys;
+    }
+    return t.n - first;
+}
+
+template <typename C>
+__device__ __forceinline__ void bwd_dq_warpgroup(BwdSmem<C>& sm, CUtensorMap const* map_q, CUtensorMap const* map_do,
+                                                 CUtensorMap const* map_k, CUtensorMap const* map_v, BwdParams const& p) {
+    int const thread = threadIdx.x, lane = thread & 31;
+    QueryLoader<C> loader;
+    uint32_t phase = 0, ds_phase = 0;
+    int buffer = 0;
+    uint64_t const k_desc = smem_desc_sw128(smem_addr(sm.k));
+    uint64_t const ds_desc = smem_desc_sw128(smem_addr(sm.ds[0]));
+    while (true) {
+        if (thread == 0) {
+            BwdItem t{};
+            int ticket;
+            do {
+                ticket = atomicAdd(p.counter, 1);
+            } while (ticket < p.tickets && !decode_bwd_ticket(p, ticket, t));
+            mbar_wait(&sm.item_empty, phase ^ 1);
+            if (ticket >= p.tickets) {
+                sm.item.end = 1;
+                mbar_arrive(&sm.kv_full);
+            } else {
+                sm.item = t;
+                mbar_arrive_tx(&sm.kv_full, 2 * kBwdKeys * 128);
+                tma_load_3d(sm.k, map_k, &sm.kv_full, 0, t.kv_head, t.k_begin + t.n * kBwdKeys);
+                tma_load_3d(sm.v, map_v, &sm.kv_full, 0, t.kv_head, t.k_begin + t.n * kBwdKeys);
+                loader.start(p, t);
+                for (int i = 0; i < C::kStages - 1; ++i) loader.load_one(sm, p, map_q, map_do, t);
+            }
+        }
+        __syncwarp();
+        mbar_wait(&sm.kv_full, phase);
+        phase ^= 1;
+        BwdItem const t = sm.item;
+        __syncwarp();
+        if (t.end) return;
+        if (lane == 0) mbar_arrive(&sm.item_empty);
+        int head = t.kv_head * p.heads_per_kv, m = t.m_min;
+        for (int i = t.m_count * p.heads_per_kv; i > 0; --i) {
+            if (thread == 0) loader.load_one(sm, p, map_q, map_do, t);
+            __syncwarp();
+            mbar_wait(&sm.ds_full[buffer], ds_phase);
+            float dq[32];
+            keep(dq);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < kBwdKeys / 16; ++k)
+                Wgmma<typename C::T, 64, 1, 1>::ss(dq, desc_advance(ds_desc, buffer * (kBwdKeys * 128) + k * 2048),
+                                                   desc_advance(k_desc, k * 2048), k > 0);
+            wgmma_commit();
+            wgmma_wait<0>();
+            keep(dq);
+            if (lane == 0) mbar_arrive(&sm.ds_empty[buffer]);
+            buffer ^= 1;
+            ds_phase ^= buffer == 0;
+            int64_t const tile = int64_t(head) * p.slots + t.slot0 + m;
+            float* const acc = p.dq_acc + tile * kDqTile + thread * 4;
+            if constexpr (C::kDeterministic) {
+                int const mine = turn_of(p, t, m);
+                if (thread == 0) wait_turn(p.turns + tile, mine);
+                bar_sync(1, 128);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) red_add_v4(acc + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+                __threadfence();
+                bar_sync(1, 128);
+                if (thread == 0) pass_turn(p.turns + tile, mine + 1);
+            } else {
+#pragma unroll
+                for (int j = 0; j < 8; ++j) red_add_v4(acc + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+            }
+            if (++m == t.m_min + t.m_count) {
+                m = t.m_min;
+                ++head;
+            }
+        }
+        bar_sync(1, 128);  // every warp has read K
+    }
+}
+
+// ------------------------------------------------------------------------------------------------ dK and dV
+// Rows are keys: scores of pairs outside the mask become -inf. `key0` is this thread's first key, `q0` the tile's first query.
+__device__ __forceinline__ void mask_scores_transposed(float (&s)[32], BwdItem const& t, BwdParams const& p, int key0, int q0, int lane) {
+    int const first = q0 + 2 * (lane & 3) + t.k_len - t.q_len;  // diagonal of this thread's first column
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        int const key = key0 + 8 * r;
+        int const lo = p.causal ? key - first : -1000;                              // column >= lo
+        int const hi = key >= t.k_len ? -1000 : p.window > 0 ? key - first + p.window : 1000;  // column < hi
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                int const col = 8 * j + e;
+                if (col < lo || col >= hi) s[4 * j + 2 * r + e] = neg_inf();
+            }
+        }
+    }
+}
+
+// 64 rows of 64 columns from accumulators, through this warpgroup's slab of shared memory.
+template <typename T>
+__device__ __forceinline__ void store_keys(uint32_t slab, T* out, int64_t row_stride, int valid, int barrier, float const (&x)[32],
+                                           float factor) {
+    int const thread = threadIdx.x & 127, lane = thread & 31;
+    uint32_t const row = (thread >> 5) * 16 + (lane & 15);
+    bar_sync(barrier, 128);  // the slab's last reader is done
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+        stmatrix_x4(slab + sw128(row, 2 * j + (lane >> 4)), pack2<T>(x[8 * j] * factor, x[8 * j + 1] * factor),
+                    pack2<T>(x[8 * j + 2] * factor, x[8 * j + 3] * factor), pack2<T>(x[8 * j + 4] * factor, x[8 * j + 5] * factor),
+                    pack2<T>(x[8 * j + 6] * factor, x[8 * j + 7] * factor));
+    bar_sync(barrier, 128);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        int const r = (thread + 128 * i) / 8, chunk = thread % 8;
+        if (r < valid) {
+            uint4 value;
+            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                         : "r"(slab + sw128(r, chunk)));
+            *reinterpret_cast<uint4*>(out + r * row_stride + chunk * 8) = value;
+        }
+    }
+}
+
+template <typename C>
+__device__ __forceinline__ void bwd_consumer(BwdSmem<C>& sm, BwdParams const& p, int wg) {
+    using T = typename C::T;
+    int const lane = threadIdx.x & 31;
+    int const warp_row = wg * 64 + ((threadIdx.x >> 5) & 3) * 16;
+    uint32_t const frag_row = warp_row + (lane & 15);
+    Ring<C::kStages> ring;
+    uint32_t kv_phase = 0, ds_phase = 1;
+    int buffer = 0;
+    uint64_t const q_desc = smem_desc_sw128(smem_addr(sm.q[0]));
+    uint64_t const do_desc = smem_desc_sw128(smem_addr(sm.dout[0]));
+    constexpr uint32_t kStageBytes = kBwdRows * 128;
+    while (true) {
+        mbar_wait(&sm.kv_full, kv_phase);
+        kv_phase ^= 1;
+        BwdItem const t = sm.item;
+        if (t.end) return;
+        uint32_t kf[4][4], vf[4][4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            ldmatrix_x4(smem_addr(sm.k) + sw128(frag_row, 2 * i + (lane >> 4)), kf[i]);
+            ldmatrix_x4(smem_addr(sm.v) + sw128(frag_row, 2 * i + (lane >> 4)), vf[i]);
+        }
+        __syncwarp();
+        if (lane == 0) mbar_arrive(&sm.item_empty);
+        float dk[32], dv[32];
+#pragma unroll
+        for (int i = 0; i < 32; ++i) dk[i] = dv[i] = 0.f;
+        float s[32], dp[32];
+        uint32_t pf[4][4], dsf[4][4];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) pf[i >> 2][i & 3] = dsf[i >> 2][i & 3] = 0;
+
+        auto issue_grads = [&](int stage) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) Wgmma<T, 64, 1>::rs(dv, pf[i], desc_advance(do_desc, stage * kStageBytes + i * 2048), 1);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) Wgmma<T, 64, 1>::rs(dk, dsf[i], desc_advance(q_desc, stage * kStageBytes + i * 2048), 1);
+            wgmma_commit();
+        };
+        auto fence = [&] {
+            keep(s);
+            keep(dp);
+            keep(dk);
+            keep(dv);
+            wgmma_fence();
+        };
+        int const key_first = t.n * kBwdKeys + wg * 64;  // this warpgroup's keys
+        int const offset = t.k_len - t.q_len;
+        int m = t.m_min;
+        int const tiles = t.m_count * p.heads_per_kv;
+        // A round issues S and dP of its tile and dV, dK of the tile before (in the first round with P = dS = 0), so that the
+        // exponentials run under the other three products. Every product is complete by the end of the round.
+        int previous = ring.stage;
+        for (int i = 0; i < tiles; ++i) {
+            int const stage = ring.stage;
+            mbar_wait(&sm.full[stage], ring.phase);
+            fence();
+#pragma unroll
+            for (int a = 0; a < 4; ++a) Wgmma<T, 64, 0>::rs(s, kf[a], desc_advance(q_desc, stage * kStageBytes + a * 32), a > 0);
+            wgmma_commit();
+#pragma unroll
+            for (int a = 0; a < 4; ++a) Wgmma<T, 64, 0>::rs(dp, vf[a], desc_advance(do_desc, stage * kStageBytes + a * 32), a > 0);
+            wgmma_commit();
+            issue_grads(previous);
+            wgmma_wait<2>();
+            keep(s);
+            int const q0 = m * kBwdRows;
+            bool const masked = (p.causal && key_first + 63 > q0 + offset) || key_first + 64 > t.k_len ||
+                                (p.window > 0 && key_first < q0 + 63 + offset - p.window + 1);
+            if (masked) mask_scores_transposed(s, t, p, key_first + ((threadIdx.x >> 5) & 3) * 16 + (lane >> 2), q0, lane);
+            float const* const rows = sm.rows[stage] + 2 * (lane & 3);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                float2 const lse = *reinterpret_cast<float2 const*>(rows + 8 * j);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[4 * j + e] = exp2_approx(fmaf(s[4 * j + e], p.c, -(e & 1 ? lse.y : lse.x)));
+            }
+            wgmma_wait<1>();
+            keep(dp);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                float2 const delta = *reinterpret_cast<float2 const*>(rows + kBwdRows + 8 * j);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) dp[4 * j + e] = s[4 * j + e] * (dp[4 * j + e] - (e & 1 ? delta.y : delta.x));
+            }
+            wgmma_wait<0>();
+            keep(dk);
+            keep(dv);
+            if (i > 0 && lane == 0) mbar_arrive(&sm.empty[previous]);
+            previous = stage;
+            ring.next();
+            mbar_wait(&sm.ds_empty[buffer], ds_phase);
+            uint32_t const ds_base = smem_addr(sm.ds[buffer]);
+#pragma unroll
+            for (int a = 0; a < 4; ++a) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    pf[a][e] = pack2<T>(s[8 * a + 2 * e], s[8 * a + 2 * e + 1]);
+                    dsf[a][e] = pack2<T>(dp[8 * a + 2 * e], dp[8 * a + 2 * e + 1]);
+                }
+                stmatrix_x4(ds_base + sw128(frag_row, 2 * a + (lane >> 4)), dsf[a][0], dsf[a][1], dsf[a][2], dsf[a][3]);
+            }
+            fence_proxy_async();
+            __syncwarp();
+            if (lane == 0) mbar_arrive(&sm.ds_full[buffer]);
+            buffer ^= 1;
+            ds_phase ^= buffer == 0;
+            if (++m == t.m_min + t.m_count) m = t.m_min;
+        }
+        if (tiles > 0) {
+            fence();
+            issue_grads(previous);
+            wgmma_wait<0>();
+            keep(dk);
+            keep(dv);
+            if (lane == 0) mbar_arrive(&sm.empty[previous]);
+        }
+        int64_t const out_row = int64_t(t.k_begin + key_first) * p.kv_heads + t.kv_head;
+        uint32_t const slab = smem_addr(sm.staging) + wg * 64 * 128;
+        int64_t const stride = int64_t(p.kv_heads) * 64;
+        store_keys<T>(slab, static_cast<T*>(p.dv) + out_row * 64, stride, t.k_len - key_first, 2 + wg, dv, 1.f);
+        store_keys<T>(slab, static_cast<T*>(p.dk) + out_row * 64, stride, t.k_len - key_first, 2 + wg, dk, p.scale);
+    }
+}
+
+template <typename C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    bwd_kernel(__grid_constant__ CUtensorMap const map_q, __grid_constant__ CUtensorMap const map_do,
+               __grid_constant__ CUtensorMap const map_k, __grid_constant__ CUtensorMap const map_v, __grid_constant__ BwdParams const p) {
+    extern __shared__ uint8_t raw[];
+    BwdSmem<C>& sm = *reinterpret_cast<BwdSmem<C>*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+    int const warpgroup = __shfl_sync(0xffffffff, threadIdx.x >> 7, 0);
+    if (threadIdx.x == 0) {
+        mbar_init(&sm.kv_full, 1);
+        mbar_init(&sm.item_empty, 12);
+        for (int i = 0; i < C::kStages; ++i) {
+            mbar_init(&sm.full[i], 1);
+            mbar_init(&sm.empty[i], 8);
+        }
+        for (int i = 0; i < 2; ++i) {
+            mbar_init(&sm.ds_full[i], 8);
+            mbar_init(&sm.ds_empty[i], 4);
+        }
+        fence_barrier_init();
+    }
+    __syncthreads();
+    if (warpgroup == 0) {
+        reg_dec<C::kDqRegs>();
+        bwd_dq_warpgroup<C>(sm, &map_q, &map_do, &map_k, &map_v, p);
+    } else {
+        reg_inc<C::kConsumerRegs>();
+        bwd_consumer<C>(sm, p, warpgroup - 1);
+    }
+}
+
+}  // namespace sink_fa3

@@ -1,0 +1,154 @@
+from typing import Literal
+
+import pytest
+
+from trl_gptoss.harmony import ToolSpec, render_prompt, tool_name, tool_spec
+
+
+def weather(city: str, unit: Literal["c", "f"] = "c", days: int | None = None) -> str:
+    """Gets the weather.
+
+    Args:
+        city: Name of the city.
+        unit: Unit of the answer.
+        days: Days ahead.
+    """
+    return city + unit + str(days)
+
+
+class Environment:
+    def act(self, move: str) -> str:
+        """Acts.
+
+        Args:
+            move: What to do.
+        """
+        return move
+
+
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Gets the weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+def test_forms() -> None:
+    assert tool_spec(SCHEMA) == tool_spec(SCHEMA["function"])
+    spec = tool_spec(weather)
+    assert (spec.name, spec.description, spec.builtin) == ("weather", "Gets the weather.", False)
+    assert spec.parameters["properties"]["unit"]["enum"] == ["c", "f"]
+    assert tool_spec(spec) is spec
+    assert tool_spec(Environment().act).name == "act"
+    assert tool_spec("python").builtin and tool_spec("python").functions == []
+    assert [function.name for function in tool_spec("browser").functions] == ["search", "open", "find"]
+    assert tool_spec({"name": "f"}) == ToolSpec(name="f", description="", parameters=None)
+
+
+def test_names() -> None:
+    tools = [weather, SCHEMA, SCHEMA["function"], tool_spec(weather), Environment().act, "python", "f"]
+    assert [tool_name(tool) for tool in tools] == ["weather"] * 4 + ["act", "python", "f"]
+
+
+def test_a_function_as_the_model_sees_it(small_tokenizer) -> None:
+    text = small_tokenizer.decode(render_prompt([{"role": "user", "content": "x"}], small_tokenizer, [weather]))
+    assert (
+        """// Gets the weather.
+type weather = (_: {
+// Name of the city.
+city: string,
+// Unit of the answer.
+unit?: "c" | "f",
+// Days ahead.
+days?: number | null,
+}) => any;
+"""
+        in text
+    )
+    assert text.count("Calls to these tools must go to the commentary channel: 'functions'.") == 1
+
+
+def test_an_honest_python_tool(small_tokenizer) -> None:
+    tool = ToolSpec(name="python", description="Runs code. Nothing is kept.", builtin=True)
+    text = small_tokenizer.decode(render_prompt([], small_tokenizer, [tool]))
+    assert "# Tools\n\n## python\n\nRuns code. Nothing is kept.\n\n# Valid channels" in text
+    assert "Jupyter" not in text and "commentary channel" not in text
+
+
+@pytest.mark.parametrize(
+    ("tool", "error", "message"),
+    [
+        ("search", ValueError, "Unknown builtin tool 'search'"),
+        ({"description": "x"}, ValueError, "needs a name"),
+        ({"function": "x"}, ValueError, "needs a name"),
+        (3, TypeError, "got int: 3"),
+    ],
+)
+def test_errors(tool, error, message) -> None:
+    with pytest.raises(error, match=message):
+        tool_spec(tool)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([{"role": "robot", "content": "x"}], "Message 0 has no known role"),
+        (["x"], "Message 0 has no known role"),
+        ([{"role": "user", "content": None}], "content of a user message must be a string"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "reads text only"),
+        ([{"role": "user"}], "content of a user message"),
+        ([{"role": "assistant"}], "needs content, thinking"),
+        ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "needs a function with a name"),
+        ([{"role": "tool", "content": "x"}], "answers no call"),
+    ],
+)
+def test_bad_messages(messages, message, small_tokenizer) -> None:
+    with pytest.raises(ValueError, match=message):
+        render_prompt(messages, small_tokenizer)
+
+
+def test_bad_effort(small_tokenizer) -> None:
+    with pytest.raises(ValueError, match="Unknown reasoning_effort 'extreme'"):
+        render_prompt([], small_tokenizer, reasoning_effort="extreme")
+
+
+def test_nothing_reads_the_clock(small_tokenizer) -> None:
+    assert "Current date" not in small_tokenizer.decode(render_prompt([], small_tokenizer))
+    dated = small_tokenizer.decode(render_prompt([], small_tokenizer, date="2025-06-28"))
+    assert "Knowledge cutoff: 2024-06\nCurrent date: 2025-06-28\n\nReasoning: medium" in dated
+
+
+def test_calls_of_builtins_in_chat_form(small_tokenizer) -> None:
+    call = {"function": {"name": "python", "arguments": {"code": "print(1)"}}}
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "1"}]
+    builtin = small_tokenizer.decode(render_prompt(messages, small_tokenizer, ["python"]))
+    assert "<|start|>assistant to=python<|channel|>analysis code<|message|>print(1)<|call|>" in builtin
+    assert "<|start|>python to=assistant<|channel|>analysis<|message|>1<|end|>" in builtin
+    function = small_tokenizer.decode(render_prompt(messages, small_tokenizer))
+    assert (
+        '<|start|>assistant to=functions.python<|channel|>commentary <|constrain|>json<|message|>{"code":"print(1)"}'
+        in function
+    )
+    assert "<|start|>functions.python to=assistant<|channel|>commentary<|message|>1<|end|>" in function
+
+
+def test_results_find_their_calls(small_tokenizer) -> None:
+    def results(*answers: dict) -> list[str]:
+        calls = [
+            {"id": f"c{i}", "function": {"name": name, "arguments": "{}"}} for i, name in enumerate(["f", "g", "f"])
+        ]
+        messages = [
+            {"role": "assistant", "tool_calls": calls},
+            *({"role": "tool", "content": "r"} | a for a in answers),
+        ]
+        text = small_tokenizer.decode(render_prompt(messages, small_tokenizer))
+        return [part.split(" to=")[0] for part in text.split("<|start|>") if " to=assistant" in part]
+
+    assert results({}, {}, {}) == ["functions.f", "functions.g", "functions.f"]
+    assert results({"tool_call_id": "c1"}, {}, {}) == ["functions.g", "functions.f", "functions.f"]
+    assert results({"name": "g"}, {}, {}) == ["functions.g", "functions.f", "functions.f"]
+    assert results({"name": "functions.h"}, {}) == ["functions.h", "functions.f"]
+    assert results({"name": "h", "tool_call_id": "unknown"}) == ["functions.h"]
