@@ -20,11 +20,11 @@ constexpr int kBlockElements = kTileTokens * kHeadDim;
 constexpr int kPanelBytes = kBlocks * kBlockBytes;       // 144 keys x 64 rows of P^T or dS^T
 
 struct BwdParams {
-    CUtensorMap q, k, v, dout, dq;
+    CUtensorMap q, k, v, dout, dq, dk, dv;
     float const* lse;
     float const* sinks;
     Sequences seqs;
-    void *dk, *dv;
+    void *dk_rows, *dv_rows;  // of dk and dv, for the border kernel
     float* border;        // (2: dV, dK; 2: head, tail; chunks; kv_heads; kHalo; kBlockElements), accumulator order
     float* dsinks_parts;  // (chunks, heads)
     int total, kv_heads, window;
@@ -40,6 +40,7 @@ struct BwdSmem {
     uint8_t p[2][kPanelBytes];   // P^T: rows are keys in accumulator order, one panel for the rows of each warpgroup
     uint8_t ds[2][kPanelBytes];
     uint8_t out[2][kTileBytes / 2];  // dQ of a warpgroup's tile, then a finished block of dV or dK, on their way out
+    float lse2[kStages][kGroup][kTileTokens];  // in units of log2; 0 for an empty row, whose scores are all -inf
     uint64_t full[kStages], empty[kStages], consumed;  // consumed: the products that read p and ds are done
 };
 constexpr int kSmemBytes = sizeof(BwdSmem);
@@ -49,37 +50,33 @@ __device__ __forceinline__ float* border_block(BwdParams const& p, int which, in
                           kBlockElements;
 }
 
+// The loading warp. Its lanes bring the lse of the tile (a thread 4 tokens of one head): consumers with loads from global
+// memory in flight would wait for them at every fence.
 __device__ __forceinline__ void produce(BwdParams const& p, BwdSmem& smem, int kv_head, int first, int count) {
-    int const block0 = first - kHalo;
+    int const lane = threadIdx.x % 32, block0 = first - kHalo, in_tile = lane % 4 * 4;
+    float const* const lse_row = p.lse + static_cast<int64_t>(kv_head * kGroup + lane / 4) * p.total;
     for (int n = 0; n < count; ++n) {
-        int const stage = n % kStages, from = n == 0 ? 0 : n + kHalo;
+        int const stage = n % kStages, from = n == 0 ? 0 : n + kHalo, token = (first + n) * kTileTokens + in_tile;
         uint64_t* const bar = &smem.full[stage];
+        float x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = token + i < p.total ? lse_row[token + i] : INFINITY;
         mbar_wait(&smem.empty[stage], (n / kStages & 1) ^ 1);
-        int bytes = 2 * kTileBytes;
-        for (int b = from; b < n + kBlocks; ++b) bytes += 2 * key_block_bytes(b, true);
-        mbar_arrive_tx(bar, bytes);
-        tma_load_3d(smem.q[stage], &p.q, bar, 0, kv_head * kGroup, (first + n) * kTileTokens);
-        for (int b = from; b < n + kBlocks; ++b) load_key_block<true>(smem.k, &p.k, bar, kv_head, block0 + b, b);
-        tma_load_3d(smem.dout[stage], &p.dout, bar, 0, kv_head * kGroup, (first + n) * kTileTokens);
-        for (int b = from; b < n + kBlocks; ++b) load_key_block<true>(smem.v, &p.v, bar, kv_head, block0 + b, b);
+        if (lane == 0) {
+            int bytes = 2 * kTileBytes;
+            for (int b = from; b < n + kBlocks; ++b) bytes += 2 * key_block_bytes(b, true);
+            mbar_arrive_tx(bar, bytes);
+            tma_load_3d(smem.q[stage], &p.q, bar, 0, kv_head * kGroup, (first + n) * kTileTokens);
+            for (int b = from; b < n + kBlocks; ++b) load_key_block<true>(smem.k, &p.k, bar, kv_head, block0 + b, b);
+            tma_load_3d(smem.dout[stage], &p.dout, bar, 0, kv_head * kGroup, (first + n) * kTileTokens);
+            for (int b = from; b < n + kBlocks; ++b) load_key_block<true>(smem.v, &p.v, bar, kv_head, block0 + b, b);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            smem.lse2[stage][lane / 4][in_tile + i] = x[i] == -INFINITY ? 0.f : x[i] * kLog2e;
+        mbar_arrive(bar);
     }
-}
-
-// Thread and block indices read afresh at each use: kept in registers across the tile loop they cost spills.
-__device__ __forceinline__ int thread_index() {
-    int x;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-    return x % 128;
-}
-__device__ __forceinline__ int kv_head_index() {
-    int x;
-    asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(x));
-    return x;
-}
-__device__ __forceinline__ int chunk_index() {
-    int x;
-    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
-    return x;
 }
 
 // Takes the oldest key block out of the accumulators and moves the others up. (Leaving them in place and clearing a ring
@@ -91,29 +88,20 @@ __device__ __forceinline__ void take_oldest(float (&acc)[kBlocks * 8], float (&x
     for (int i = 0; i < kBlocks * 8; ++i) acc[i] = i + 8 < kBlocks * 8 ? acc[i + 8] : 0.f;
 }
 
-// A finished key block of dV or dK, accumulator order -> shared memory [key][d].
+// A warp's part of a finished key block of dV or dK (16 d x 16 keys): accumulator order -> `rows` [key][d].
 template <typename T>
-__device__ __forceinline__ void stage_block(uint8_t* stage, float const (&x)[8], float scale) {
-    int const thread = thread_index(), lane = thread % 32;
-    stmatrix_x4_trans(smem_addr(stage) + sw128(lane % 8 + (lane / 16) * 8, 2 * (thread / 32) + (lane / 8 & 1)),
-                      pack2<T>(x[0] * scale, x[1] * scale), pack2<T>(x[2] * scale, x[3] * scale),
-                      pack2<T>(x[4] * scale, x[5] * scale), pack2<T>(x[6] * scale, x[7] * scale));
-}
-// Its way to global memory, 16 bytes a thread, after a barrier of the warpgroup.
-template <typename T>
-__device__ __forceinline__ void write_block(T* out, uint8_t const* stage, int token, int total, int kv_heads) {
-    int const row = thread_index() / 8, part = thread_index() % 8;
-    if (token + row < total) {
-        T* const to = out + (static_cast<int64_t>(token + row) * kv_heads + kv_head_index()) * kHeadDim + part * 8;
-        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<uint4 const*>(stage + sw128(row, part));
-    }
+__device__ __forceinline__ void stage_block(uint8_t* rows, float const (&x)[8], float scale, int lane) {
+    stmatrix_x4_trans(smem_addr(rows) + (lane % 8 + lane / 16 * 8) * 32 + (lane / 8 & 1) * 16, pack2<T>(x[0] * scale, x[1] * scale),
+                      pack2<T>(x[2] * scale, x[3] * scale), pack2<T>(x[4] * scale, x[5] * scale),
+                      pack2<T>(x[6] * scale, x[7] * scale));
 }
 
 // Stores a warp's 16 rows (2 tokens x 8 heads) of dQ through `rows`, 2048 bytes of shared memory.
 template <typename T>
 __device__ __forceinline__ void store_dq(CUtensorMap const* map, uint8_t* rows, float const (&dq)[kHeadDim / 2], float scale,
-                                         int head, int token) {
-    int const lane = thread_index() % 32;
+                                         int head, int token, int lane) {
+    if (lane == 0) bulk_wait_read<0>();  // what was stored from `rows` before has left
+    __syncwarp();
     uint32_t const to = smem_addr(rows) + (lane % 16) * 128;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -132,22 +120,15 @@ __device__ __forceinline__ void store_dq(CUtensorMap const* map, uint8_t* rows, 
 
 template <typename T, int kWG>
 __device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int first, int count) {
+    int const thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, quad = lane % 4;
+    int const kv_head = blockIdx.y, chunk = blockIdx.x;
     // The two tokens of this thread in tile n: 16 * (first + n) + offset, + 1; its head is kv_head * 8 + lane / 4.
-    auto const offset = [] { return kWG * 8 + thread_index() / 32 * 2; };
-    auto const head = [] { return kv_head_index() * kGroup + thread_index() % 32 / 4; };
-    auto const load_lse = [&](int n, float (&x)[2]) {
-        int const token = (first + n) * kTileTokens + offset();
-        float const* const at = p.lse + static_cast<int64_t>(head()) * p.total + token;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) x[r] = token + r < p.total ? at[r] : INFINITY;
-    };
-    float const sink2 = p.sinks == nullptr ? -INFINITY : p.sinks[head()] * kLog2e;
-    SequenceCursor cursor(p.seqs, first * kTileTokens + offset());
+    int const offset = kWG * 8 + 2 * warp;
+    float const sink2 = p.sinks == nullptr ? -INFINITY : p.sinks[kv_head * kGroup + lane / 4] * kLog2e;
+    SequenceCursor cursor(p.seqs, first * kTileTokens + offset);
+    uint8_t* const rows = smem.out[kWG] + warp * 2048;
     // Rows of P^T and dS^T are keys; this lane's row and 16-byte chunk of each stmatrix.
-    auto const store_at = [&] {
-        int const thread = thread_index(), lane = thread % 32;
-        return smem_addr(smem.p[kWG]) + sw128(lane % 8 + (lane / 16) * 8, 2 * (thread / 32) + (lane / 8 & 1));
-    };
+    uint32_t const to = smem_addr(smem.p[kWG]) + sw128(lane % 8 + lane / 16 * 8, 2 * warp + (lane / 8 & 1));
     constexpr uint32_t kToDs = 2 * kPanelBytes;  // from p to ds
 
     float acc[kBlocks * 8];  // dV^T (warpgroup 0) or dK^T (1): rows d, columns the keys of the tile
@@ -156,7 +137,7 @@ __device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int f
     float dsink = 0.f;
 
     // The products of tile n - 1 over P and dS run under the exponentials of tile n. Before the first tile both are zero.
-    for (int i = thread_index(); i < 2 * kPanelBytes / 16; i += 128)
+    for (int i = thread; i < 2 * kPanelBytes / 16; i += 128)
         reinterpret_cast<uint4*>(kWG == 0 ? smem.p[0] : smem.ds[0])[i] = make_uint4(0, 0, 0, 0);
     uint32_t ds[kBlocks][4];
 #pragma unroll
@@ -165,8 +146,6 @@ __device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int f
         for (int i = 0; i < 4; ++i) ds[j][i] = 0;
     fence_proxy_async();
     bar_sync(3, 256);
-    float lse_next[2];
-    load_lse(0, lse_next);
 
     for (int n = 0;; ++n) {
         int const now = min(n, count - 1), before = max(n - 1, 0);
@@ -197,25 +176,18 @@ __device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int f
             wgmma_commit();
         }
         int lo[2], hi[2];
-        float lse2[2];
-        {
-            int const in_group = thread_index() / 32 * 2, token = (first + n) * kTileTokens + kWG * 8 + in_group;
+        float const lse2[2] = {smem.lse2[now % kStages][lane / 4][offset], smem.lse2[now % kStages][lane / 4][offset + 1]};
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                hi[r] = kMaxWindow + in_group + r;
-                lo[r] = hi[r] - min(p.window - 1, token + r - cursor.start(p.seqs, token + r));
-                lse2[r] = lse_next[r] == -INFINITY ? 0.f : lse_next[r] * kLog2e;  // an empty row: every score is -inf, P = 0
-            }
-            load_lse(min(n + 1, count - 1), lse_next);
+        for (int r = 0; r < 2; ++r) {
+            int const token = (first + n) * kTileTokens + offset + r;
+            hi[r] = kMaxWindow + 2 * warp + r;
+            lo[r] = hi[r] - min(p.window - 1, token - cursor.start(p.seqs, token));
         }
         wgmma_wait<1>();
         keep(dq);
         keep(s);
-        if (n > 0) {
-            int const warp = thread_index() / 32;
-            store_dq<T>(&p.dq, smem.out[kWG] + warp * 2048, dq, p.scale, kv_head_index() * kGroup,
-                        (first + n - 1) * kTileTokens + kWG * 8 + 2 * warp);
-        }
+        if (n > 0)
+            store_dq<T>(&p.dq, rows, dq, p.scale, kv_head * kGroup, (first + n - 1) * kTileTokens + offset, lane);
         float dp[kCols / 2];
         {
             Operand const o(smem_addr(smem.dout[now % kStages]) + kWG * 8192);
@@ -225,7 +197,7 @@ __device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int f
             for (int i = 0; i < 4; ++i) Wgmma<T, kCols, 0>::ss(dp, o.at(i * 32), v.at(i * 32), i > 0);
             wgmma_commit();
         }
-        mask_scores(s, lo, hi, thread_index() / 32 * 2, thread_index() % 4);
+        mask_scores(s, lo, hi, 2 * warp, quad);
 #pragma unroll
         for (int i = 0; i < kCols / 2; ++i) s[i] = exp2_approx(fmaf(s[i], p.scale_log2, -lse2[i / 2 % 2]));
         keep(s);
@@ -233,19 +205,16 @@ __device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int f
         wgmma_wait<1>();
         keep(acc);
         __syncwarp();
-        if (thread_index() % 32 == 0) {
+        if (lane == 0) {
             mbar_arrive(&smem.consumed);
             if (n > 0) mbar_arrive(&smem.empty[before % kStages]);
         }
         mbar_wait(&smem.consumed, n & 1);
-        {
-            uint32_t const to = store_at();
 #pragma unroll
-            for (int j = 0; j < kBlocks; ++j) {
-                uint32_t a[4];
-                key_fragment<T, kWG>(s, j, a);
-                stmatrix_x4_trans(to + j * kBlockBytes, a[0], a[1], a[2], a[3]);
-            }
+        for (int j = 0; j < kBlocks; ++j) {
+            uint32_t a[4];
+            key_fragment<T, kWG>(s, j, a);
+            stmatrix_x4_trans(to + j * kBlockBytes, a[0], a[1], a[2], a[3]);
         }
         wgmma_wait<0>();
         keep(dp);
@@ -253,20 +222,27 @@ __device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int f
         // Accumulators are touched only when no product is in flight: the compiler copies them otherwise.
         float x[8];
         take_oldest(acc, x);
+        auto const store_block = [&] {
+            if (n > kHalo && lane == 0) {
+                tma_store_3d(kWG == 0 ? &p.dv : &p.dk, rows, 16 * warp, kv_head, (first + n - 1 - kHalo) * kTileTokens);
+                bulk_commit();
+            }
+        };
         if (n > kHalo) {
-            if (thread_index() % 32 == 0) bulk_wait_read<0>();  // dQ has left
-            bar_sync(1 + kWG, 128);
-            stage_block<T>(smem.out[kWG], x, kWG == 0 ? 1.f : p.scale);
-            bar_sync(1 + kWG, 128);
-            write_block(static_cast<T*>(kWG == 0 ? p.dv : p.dk), smem.out[kWG], (first + n - 1 - kHalo) * kTileTokens, p.total,
-                        p.kv_heads);
+            if (lane == 0) bulk_wait_read<0>();  // dQ has left
+            __syncwarp();
+            stage_block<T>(rows, x, kWG == 0 ? 1.f : p.scale, lane);
         } else if (n > 0) {
-            float* const to = border_block(p, kWG, 0, chunk_index(), kv_head_index(), n - 1) + thread_index();
+            float* const border = border_block(p, kWG, 0, chunk, kv_head, n - 1) + thread;
 #pragma unroll
-            for (int i = 0; i < 8; ++i) to[i * 128] = x[i];
-            if (thread_index() % 32 == 0) bulk_wait_read<0>();
+            for (int i = 0; i < 8; ++i) border[i * 128] = x[i];
         }
-        if (n == count) break;
+        if (n == count) {
+            fence_proxy_async();
+            __syncwarp();
+            store_block();
+            break;
+        }
 
         float delta[2];
 #pragma unroll
@@ -280,7 +256,6 @@ __device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int f
             delta[r] = quad_sum(sum0 + sum1);
             dsink -= (sink2 == lse2[r] ? 1.f : exp2_approx(sink2 - lse2[r])) * delta[r];
         }
-        uint32_t const to = store_at() + kToDs;
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j) {
 #pragma unroll
@@ -289,12 +264,13 @@ __device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int f
                 if (e >= 0 && e < kCols / 2) s[e] *= dp[e] - delta[e / 2 % 2];
             }
             key_fragment<T, kWG>(s, j, ds[j]);
-            stmatrix_x4_trans(to + j * kBlockBytes, ds[j][0], ds[j][1], ds[j][2], ds[j][3]);
+            stmatrix_x4_trans(to + kToDs + j * kBlockBytes, ds[j][0], ds[j][1], ds[j][2], ds[j][3]);
         }
         fence_proxy_async();
         bar_sync(3, 256);
+        store_block();
     }
-    int const thread = thread_index(), kv_head = kv_head_index(), chunk = chunk_index();
+    if (lane == 0) bulk_wait_read<0>();
 
     // What is left: the key blocks that the next chunk sees as well. In a chunk shorter than the halo some of them still
     // belong to the chunk before.
@@ -327,16 +303,16 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(__grid_constant__
     int const first = chunk * p.per_chunk, count = min(p.per_chunk, p.tiles - first);
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; ++i) {
-            mbar_init(&smem.full[i], 1);
-            mbar_init(&smem.empty[i], 8);  // one arrival a consumer warp
+            mbar_init(&smem.full[i], 1 + 32);  // bytes announced, and the lse of each lane
+            mbar_init(&smem.empty[i], 8);      // one arrival a consumer warp
         }
         mbar_init(&smem.consumed, 8);
         fence_barrier_init();
     }
     __syncthreads();
     if (threadIdx.x >= 256) {
-        reg_dec<24>();
-        if (threadIdx.x == 256) produce(p, smem, kv_head, first, count);
+        reg_dec<32>();
+        if (threadIdx.x < 256 + 32) produce(p, smem, kv_head, first, count);
     } else if (threadIdx.x < 128) {
         reg_inc<240>();
         consume<T, 0>(p, smem, first, count);
@@ -353,7 +329,7 @@ __global__ void __launch_bounds__(128) border_kernel(__grid_constant__ BwdParams
     int const first = chunk * p.per_chunk, count = min(p.per_chunk, p.tiles - first);
     int const key = threadIdx.x / 8, d0 = threadIdx.x % 8 * 8;
     float const scale = which == 0 ? 1.f : p.scale;
-    T* const out = static_cast<T*>(which == 0 ? p.dv : p.dk);
+    T* const out = static_cast<T*>(which == 0 ? p.dv_rows : p.dk_rows);
     for (int j = max(0, kHalo - count); j < kHalo; ++j) {
         int const token = (first + count - kHalo + j) * kTileTokens + key;
         float const* const tail = border_block(p, which, 1, chunk, kv_head, j);
@@ -417,14 +393,17 @@ cudaError_t backward(Problem const& p, Tensor3 q, Tensor3 k, Tensor3 v, Tensor3 
     if (e == cudaSuccess) e = make_map(b.v, v, p.fp16, p.total, p.kv_heads, kTileTokens, 1);
     if (e == cudaSuccess) e = make_map(b.dout, dout, p.fp16, p.total, p.heads, kTileTokens, kGroup);
     Tensor3 const dq_rows{dq, static_cast<int64_t>(p.heads) * kHeadDim, kHeadDim};
+    int64_t const kv_row = static_cast<int64_t>(p.kv_heads) * kHeadDim;
     if (e == cudaSuccess) e = make_map(b.dq, dq_rows, p.fp16, p.total, p.heads, 2, kGroup);
+    if (e == cudaSuccess) e = make_map(b.dk, {dk, kv_row, kHeadDim}, p.fp16, p.total, p.kv_heads, kTileTokens, 1, 16);
+    if (e == cudaSuccess) e = make_map(b.dv, {dv, kv_row, kHeadDim}, p.fp16, p.total, p.kv_heads, kTileTokens, 1, 16);
     if (e != cudaSuccess) return e;
     Chunks const c = chunks_of(p);
     b.lse = lse;
     b.sinks = p.sinks;
     b.seqs = {p.cu_seqlens, p.num_seqs, p.seq_length};
-    b.dk = dk;
-    b.dv = dv;
+    b.dk_rows = dk;
+    b.dv_rows = dv;
     b.border = static_cast<float*>(workspace);
     b.dsinks_parts = b.border + border_elements(p, c);
     b.total = p.total;

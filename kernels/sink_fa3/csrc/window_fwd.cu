@@ -28,6 +28,7 @@ struct FwdSmem {
     uint8_t v[kRing * kBlockBytes];
     uint8_t q[kStages][kTileBytes];
     uint8_t out[kTileBytes];
+    float lse[kStages][kGroup][kTileTokens];
     uint64_t full[kStages], empty[kStages];
 };
 constexpr int kSmemBytes = sizeof(FwdSmem);
@@ -44,6 +45,24 @@ __device__ __forceinline__ void load_tile(FwdParams const& p, FwdSmem& smem, int
         load_key_block<true>(smem.k, &p.k, bar, kv_head, block0 + b, b);
         load_key_block<false>(smem.v, &p.v, bar, kv_head, block0 + b, b);
     }
+}
+
+// When all warps are done with tile n, one warp stores its lse (a thread 4 tokens of one head: the consumers' own 4-byte stores
+// cost a quarter of a sector each and a wait at every fence) and starts the loads of the tile that takes its stage.
+__device__ __forceinline__ void finish_tile(FwdParams const& p, FwdSmem& smem, int kv_head, int first, int count, int n) {
+    int const stage = n % kStages, lane = threadIdx.x % 32, token = (first + n) * kTileTokens + lane % 4 * 4;
+    mbar_wait(&smem.empty[stage], n / kStages & 1);
+    float const* const x = &smem.lse[stage][lane / 4][lane % 4 * 4];
+    float* const to = p.lse + static_cast<int64_t>(kv_head * kGroup + lane / 4) * p.total + token;
+    if (p.total % 4 == 0) {
+        if (token < p.total) *reinterpret_cast<float4*>(to) = *reinterpret_cast<float4 const*>(x);
+    } else {
+        for (int i = 0; i < 4; ++i)
+            if (token + i < p.total) to[i] = x[i];
+    }
+    __syncwarp();
+    if (lane == 0 && n + kStages < count) load_tile(p, smem, kv_head, first, n + kStages);
+    __syncwarp();
 }
 
 // Softmax in place of the scores of a thread's two rows: s becomes exp2(s * scale - max). Returns log2 of the row sums, sink
@@ -75,11 +94,9 @@ __device__ __forceinline__ void softmax(float (&s)[kCols / 2], float scale_log2,
 template <typename T, int kWG>
 __device__ __forceinline__ void consume(FwdParams const& p, FwdSmem& smem, int kv_head, int first, int count) {
     int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, quad = lane % 4;
-    int const head = kv_head * kGroup + lane / 4;
-    float const sink2 = p.sinks == nullptr ? -INFINITY : p.sinks[head] * kLog2e;
+    float const sink2 = p.sinks == nullptr ? -INFINITY : p.sinks[kv_head * kGroup + lane / 4] * kLog2e;
     int const offset = kWG * 8 + 2 * warp;  // this warp's two tokens in the tile
     SequenceCursor cursor(p.seqs, first * kTileTokens + offset);
-    float* const lse_row = p.lse + static_cast<int64_t>(head) * p.total;
     uint8_t* const out_rows = smem.out + (kWG * 4 + warp) * 2048;
     uint32_t const out_addr = smem_addr(out_rows) + (lane % 16) * 128;  // stmatrix: lanes 0-15 left halves, 16-31 right
     int slot = 0;  // ring slot of the tile's first key block
@@ -95,11 +112,7 @@ __device__ __forceinline__ void consume(FwdParams const& p, FwdSmem& smem, int k
             for (int i = 0; i < 4; ++i) Wgmma<T, kCols, 0>::ss(s, q.at(i * 32), k.at(i * 32), i > 0);
             wgmma_commit();
         }
-        if (kWG == 0 && threadIdx.x == 0 && n > 0 && n + 1 < count) {
-            mbar_wait(&smem.empty[(n + 1) % kStages], (n - 1) / kStages & 1);  // tile n - 1 has left the stage
-            load_tile(p, smem, kv_head, first, n + 1);
-        }
-        __syncwarp();
+        if (kWG == 0 && warp == 0 && n > 0) finish_tile(p, smem, kv_head, first, count, n - 1);
         int const token = (first + n) * kTileTokens + offset;
         int const column0 = (first + n) * kTileTokens - kMaxWindow + kWG * 8;
         int lo[2], hi[2];
@@ -129,11 +142,11 @@ __device__ __forceinline__ void consume(FwdParams const& p, FwdSmem& smem, int k
         wgmma_commit();
         if (quad == 0) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r)
-                if (token + r < p.total) lse_row[token + r] = lse2[r] * kLn2;
+            for (int r = 0; r < 2; ++r) smem.lse[stage][lane / 4][offset + r] = lse2[r] * kLn2;
         }
         wgmma_wait<0>();
         keep(o);
+        __syncwarp();
         if (lane == 0) {
             mbar_arrive(&smem.empty[stage]);
             bulk_wait_read<0>();  // the previous tile's store has left shared memory
@@ -155,6 +168,7 @@ __device__ __forceinline__ void consume(FwdParams const& p, FwdSmem& smem, int k
         }
         slot = slot + 1 == kRing ? 0 : slot + 1;
     }
+    if (kWG == 0 && warp == 0) finish_tile(p, smem, kv_head, first, count, count - 1);
     if (lane == 0) bulk_wait_read<0>();
 }
 
