@@ -35,7 +35,11 @@ COMMANDS = {
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
     """The parser with all commands listed and the arguments of the chosen one."""
-    parser = argparse.ArgumentParser(prog="trl-gptoss", description="Agentic RL for GPT-OSS on top of TRL.")
+    parser = argparse.ArgumentParser(
+        prog="trl-gptoss",
+        description="Agentic RL for GPT-OSS on top of TRL.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=24, width=100),
+    )
     parser.add_argument("--version", action="version", version=f"trl-gptoss {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():

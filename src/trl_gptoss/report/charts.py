@@ -53,14 +53,12 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def smooth(points: list[tuple[float, float]], width: int) -> list[tuple[float, float]]:
-    """Centred moving average over `width` points, narrower towards the ends."""
+    """Moving average over the up to `width` points around each point."""
     half = width // 2
-    values = [y for _, y in points]
     result = []
     for i, (x, _) in enumerate(points):
-        reach = min(half, i, len(points) - 1 - i)
-        part = values[i - reach : i + reach + 1]
-        result.append((x, sum(part) / len(part)))
+        near = [y for _, y in points[max(0, i - half) : i + half + 1]]
+        result.append((x, sum(near) / len(near)))
     return result
 
 
@@ -75,8 +73,8 @@ class _Scale:
             self.y0, self.y1 = self.y0 - pad, self.y1 + pad
         else:
             pad = 0.06 * (self.y1 - self.y0)
-            # A metric that is never negative keeps 0 as its floor.
-            self.y0 = self.y0 - pad if self.y0 < 0 or self.y0 - pad > 0 else 0.0
+            # Metrics that are never negative and come near 0 are shown from 0 on: their height then means something.
+            self.y0 = 0.0 if 0 <= self.y0 < 0.5 * self.y1 else self.y0 - pad
             self.y1 += pad
 
     def at(self, x: float, y: float) -> tuple[float, float]:

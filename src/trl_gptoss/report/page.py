@@ -58,7 +58,7 @@ def _tiles(history: History) -> Iterator[str]:
     ):
         ends = _first_and_last(history, name)
         if ends and not (name == "loss" and points(history, "reward")):  # the policy-gradient loss says nothing
-            yield _tile(label, f"{number(ends[0])} → {number(ends[1])}", "first and last tenth of the steps")
+            yield _tile(label, " → ".join(f"{value:.3g}" for value in ends), "first and last tenth of the steps")
     recomputed = points(history, "on_policy/max_log_ratio_recomputed")
     if recomputed:
         yield _tile("Largest |log ratio|", number(max(y for _, y in recomputed)), "if recomputed, over the run")

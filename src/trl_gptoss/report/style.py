@@ -29,10 +29,11 @@ h2 { font-size: 17px; margin: 34px 0 12px; }
 .tile, .card, details.rollout { background: var(--card); border: 1px solid var(--edge); border-radius: 10px; }
 .tile { padding: 10px 14px; }
 .tile span { display: block; font-size: 12.5px; color: var(--dim); }
-.tile b { font-size: 21px; font-weight: 600; font-variant-numeric: tabular-nums; }
+.tile b { font-size: 20px; white-space: nowrap; font-weight: 600; font-variant-numeric: tabular-nums; }
 .tile small { display: block; color: var(--dim); }
 .grid-of-cards { display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(310px, 1fr)); }
-.card { margin: 0; padding: 12px 14px 10px; }
+.card { margin: 0; padding: 12px 14px 10px; display: flex; flex-direction: column; }
+.card svg { margin-top: auto; }
 figcaption { font-weight: 600; font-size: 14px; overflow-wrap: anywhere; }
 svg { width: 100%; height: auto; display: block; }
 svg .grid { stroke: var(--grid); }

@@ -1,0 +1,65 @@
+"""The command line: every command is listed with one line, and problems come out as one line, not as a traceback."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from trl_gptoss.cli import COMMANDS, main
+
+
+def test_help_lists_every_command_and_imports_none():
+    """In a process of its own, so that what is imported is seen."""
+    code = (
+        "import sys; from trl_gptoss.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as e: assert e.code == 0\n"
+        "assert 'trl_gptoss.tiny' not in sys.modules and 'trl_gptoss.report' not in sys.modules"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for name, command in COMMANDS.items():
+        assert re.search(rf"^ +{name}\s+{re.escape(command.help)}$", out, re.MULTILINE), f"{name}\n{out}"
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_has_help_of_its_own(name, capsys):
+    with pytest.raises(SystemExit) as e:
+        main([name, "--help"])
+    assert e.value.code == 0
+    assert f"trl-gptoss {name}" in capsys.readouterr().out
+
+
+def test_unknown_commands_and_none_are_wrong_usage(capsys):
+    for argv in ([], ["fly"]):
+        with pytest.raises(SystemExit) as e:
+            main(argv)
+        assert e.value.code == 2
+
+
+def test_report(tmp_path, capsys):
+    state = {"global_step": 1, "log_history": [{"step": 1, "loss": 0.5}]}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_a_missing_run_is_one_line_and_status_1(tmp_path, capsys):
+    assert main(["report", str(tmp_path / "none")]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("trl-gptoss report: ") and "does not exist" in err and err.count("\n") == 1
+
+
+def test_a_wrong_tiny_model_is_one_line_and_status_1(tmp_path, capsys):
+    assert main(["tiny-model", str(tmp_path / "out"), "--tokenizer", "gpt-oss", "--cache-dir", str(tmp_path)]) == 1
+    assert "--tokenizer-path" in capsys.readouterr().err
+
+
+def test_env_names_versions(capsys):
+    import transformers
+
+    assert main(["env"]) == 0
+    lines = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["transformers"].strip() == transformers.__version__
