@@ -133,9 +133,9 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
         )
         check_model(self._base_model)
         if self._base_model.config._attn_implementation == ATTENTION and self.accelerator.device.type == "cuda":
-            selftest(self.accelerator.device)  # two seconds, against months of silently wrong gradients
+            selftest(self.accelerator.device)  # two seconds, before hours with a gradient that may be wrong
         self.reward_funcs = [
-            f if isinstance(f, nn.Module) else guard(f, name)
+            f if isinstance(f, nn.Module) else guard(f, name, self._give_up)
             for f, name in zip(self.reward_funcs, self.reward_func_names)
         ]
         self.sampled_logs = SampledLogs(args, self._tokenizer, self.speaks_harmony)

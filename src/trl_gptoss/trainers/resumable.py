@@ -56,6 +56,12 @@ class ResumableMixin(GRPOTrainer):
     def _start_epoch(self, epoch: int) -> None:
         """Called before the order of an epoch is drawn."""
 
+    def _give_up(self, error: Exception) -> None:
+        """End the run by `error`. One of several ranks may not do so at once: the others would wait for it for ever."""
+        if not self.is_in_train or self.args.world_size == 1:
+            raise error
+        self._interruption.fail_after_step(error)
+
     def _agree_on_signal(self, number: int | None) -> int | None:
         """The signal that any rank got, on all ranks."""
         numbers = self.accelerator.gather(torch.tensor([number or 0], device=self.accelerator.device))
