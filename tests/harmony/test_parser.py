@@ -107,7 +107,7 @@ DAMAGED = {
     # channels
     "unknown channel": Case("<|channel|>finalx<|message|>y<|return|>", anomalies=["unknown_channel"]),
     "call on an unknown channel": Case(CALL.replace("commentary", "comment"), ["f"], anomalies=["unknown_channel"]),
-    "call on final": Case(CALL.replace("commentary", "final"), ["f"]),
+    "call on final": Case(CALL.replace("commentary", "final"), ["f"], anomalies=["call_on_final"]),
     "empty channel": Case("<|channel|><|message|>y<|return|>", anomalies=["empty_channel"]),
     "no channel": Case("<|message|>y<|return|>", anomalies=["missing_channel"]),
     "call without a channel": Case(" to=functions.f<|message|>{}<|call|>", ["f"], anomalies=["missing_channel"]),
