@@ -187,7 +187,7 @@ HOSTILE = [
 
 
 def test_hostile_answers_neither_hang_nor_score(monkeypatch):
-    monkeypatch.setattr(shared_checker, "seconds", 1.0)
+    monkeypatch.setattr(shared_checker, "seconds", 0.5)
     metrics = {}
     start = time.monotonic()
     got = math_reward(HOSTILE, answer=["17"] * len(HOSTILE), log_metric=metrics.__setitem__)
@@ -265,11 +265,3 @@ def test_no_worker_is_left_behind(end):
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-
-
-def test_importing_the_rewards_does_not_import_sympy():
-    program = (
-        "import sys, trl_gptoss.rewards; sys.exit(any(m in sys.modules for m in ('sympy', 'math_verify', 'trl')))"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    assert subprocess.run([sys.executable, "-c", program], env=environment).returncode == 0
