@@ -186,26 +186,33 @@ HOSTILE = [
 ]
 
 
-def test_hostile_answers_neither_hang_nor_score(monkeypatch):
-    monkeypatch.setattr(shared_checker, "seconds", 0.5)
+@pytest.mark.parametrize(
+    "answers",
+    [
+        pytest.param([HOSTILE[1], *HOSTILE[3:5], *HOSTILE[9:11], *HOSTILE[14:]], id="some"),
+        pytest.param(HOSTILE, marks=pytest.mark.slow, id="all"),
+    ],
+)
+def test_hostile_answers_neither_hang_nor_score(monkeypatch, answers):
+    monkeypatch.setattr(shared_checker, "seconds", 1)
     metrics = {}
     start = time.monotonic()
-    got = math_reward(HOSTILE, answer=["17"] * len(HOSTILE), log_metric=metrics.__setitem__)
-    assert time.monotonic() - start < 90
-    assert got == [0.0] * len(HOSTILE)
+    got = math_reward(answers, answer=["17"] * len(answers), log_metric=metrics.__setitem__)
+    assert time.monotonic() - start < 120
+    assert got == [0.0] * len(answers)
     assert metrics["math_reward/timeouts"] >= 1  # control: there was something to time out
     assert not Path("/tmp/trl_gptoss_pwned").exists()
     assert reward(r"\boxed{\frac{34}{2}}", "17") == 1.0  # and the pool still works
 
 
 def test_timeout_and_crash_are_told_apart():
-    checker = MathChecker(workers=1, seconds=1.0)
+    checker = MathChecker(workers=1, seconds=1)
     try:
         checker.check(["1"], ["$2$"])
         start = time.monotonic()
         (verdict,) = checker.check(["1"], ["$9^{9^{9^{9}}}$"])
         assert verdict.timed_out and not verdict.crashed and verdict.correct is False
-        assert time.monotonic() - start < 4
+        assert time.monotonic() - start < 20
         (worker,) = [checker._idle.get()]
         assert worker is None  # killed
         checker._idle.put(None)
