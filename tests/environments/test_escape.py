@@ -171,7 +171,9 @@ ONLY_INSIDE = {
     "trainer's environment variables": """
         import os
         print('ESCAPED' if set(os.environ) - {'LANG', 'HOME', 'PWD', 'LD_LIBRARY_PATH', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'MALLOC_ARENA_MAX'} else '')""",
-    "host name": "import os, socket\nprint('ESCAPED' if os.path.exists('/etc/hostname') else '')",
+    "host name": "import os\nprint('ESCAPED' if os.uname().nodename != 'sandbox' or os.path.exists('/etc') else '')",
+    "many timers": CALLS
+    + "n = 0\nwhile n < 1000 and libc.timer_create(1, 0, ctypes.byref(ctypes.c_void_p())) == 0: n += 1\nprint('ESCAPED' if n == 1000 else '')",
     "core pattern": "open('/proc/sys/kernel/core_pattern', 'w')\nprint('ESCAPED')",
 }
 
@@ -299,6 +301,16 @@ def test_what_is_printed_is_the_result_and_no_more(sandbox):
 def test_a_session_cannot_answer_for_its_next_call(sandbox):
     """Writing to the "done" channel without knowing the token ends the session; the trainer hangs in no case."""
     session = sandbox.session()
+    stolen = """
+import os, sys
+frame = sys._getframe()
+while "header" not in frame.f_locals:
+    frame = frame.f_back
+os.write(3, frame.f_locals["header"][:16] + b"0")
+print("after")"""
+    session.run(stolen, timeout=5, output_limit=100)  # ends its own call early, or is caught at it
+    later = [session.run("print('mine')", timeout=5, output_limit=100) for _ in range(2)]
+    assert later[1].text == "mine\n" and (later[0].text == "mine\n" or "variables are lost" in later[0].text)
     for junk in (b"1", b"0" * 17, b"x" * 5000):
         result = session.run(f"import os\nos.write(3, {junk!r})\n'after'", timeout=5, output_limit=100)
         assert result.failed and "variables are lost" in result.text

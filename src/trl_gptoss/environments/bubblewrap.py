@@ -178,7 +178,7 @@ class _Spawner:
             )
         passed = [control, trainer, *(fd for fd, _ in programs.values())]
         # no --die-with-parent: Linux would kill it with the thread that starts it. The spawner watches `trainer`.
-        options = ["--unshare-all", "--unshare-user", "--new-session", "--clearenv"]
+        options = ["--unshare-all", "--unshare-user", "--new-session", "--clearenv", "--hostname", "sandbox"]
         map_uids = _mapped_root()
         if map_uids:
             block_read, block_write = os.pipe()
