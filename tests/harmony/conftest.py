@@ -6,6 +6,7 @@ The small tokenizer is always there. The real one is read from the folder in `TR
 
 import importlib.util
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def gpt_oss_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def gpt_oss_files() -> tuple[Path, Path]:
     """Folders of the real tokenizer and of the merge ranks that openai-harmony reads."""
     given, encodings = os.environ.get("TRL_GPTOSS_TOKENIZER"), os.environ.get("TIKTOKEN_ENCODINGS_BASE")
     if given and encodings:
@@ -61,7 +62,9 @@ def gpt_oss_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
     spec = importlib.util.spec_from_file_location("gptoss_tokenizer", script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    cache = Path(os.environ.get("TRL_GPTOSS_TOKENIZER_CACHE") or tmp_path_factory.mktemp("gpt-oss"))
+    # Building it takes half a minute, so it stays for the next run.
+    default = Path(tempfile.gettempdir()) / "trl_gptoss-test-tokenizer"
+    cache = Path(os.environ.get("TRL_GPTOSS_TOKENIZER_CACHE", default))
     return tuple(map(Path, module.ensure(cache)))
 
 

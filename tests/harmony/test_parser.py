@@ -72,7 +72,12 @@ DAMAGED = {
         anomalies=["duplicate_recipient", "conflicting_recipient"],
     ),
     "bare recipient": Case(CALL.replace("to=", ""), ["f"], anomalies=["bare_recipient"]),
-    "blank in to=": Case(CALL.replace("to=", "to = "), ["f"]),
+    "blanks around the equals sign": Case(CALL.replace("to=", "to = "), ["f"], anomalies=["extra_space"]),
+    "blank before the channel": Case(FINAL.replace("final", " final"), final="y", anomalies=["extra_space"]),
+    "format in the role section": Case("json" + FINAL, final="y", anomalies=["misplaced_content_type"]),
+    "format twice": Case(CALL.replace(" <|con", " json<|con"), ["f"], anomalies=["repeated_content_type"]),
+    "role glued twice": Case(THINK + "assistant" + FINAL, final="y", anomalies=["repeated_role"]),
+    "not quite JSON": Case(CALL.replace("1", "NaN"), ["f"], anomalies=["invalid_json"]),
     "glued channel": Case(CALL.replace(" to=", "to="), ["f"], anomalies=["missing_space"]),
     "comma after the channel": Case(CALL.replace(" to=", ", to="), ["f"], anomalies=["malformed_channel"]),
     "quoted recipient": Case(CALL.replace("functions.f", '"functions.f"'), ["f"], anomalies=["malformed_recipient"]),
@@ -81,7 +86,8 @@ DAMAGED = {
         CALL.replace("functions.f", ""), anomalies=["empty_recipient", "call_without_recipient"]
     ),
     "empty recipient before the format": Case(
-        "<|channel|>commentary to= json<|message|>{}<|call|>", anomalies=["empty_recipient", "call_without_recipient"]
+        "<|channel|>commentary to= json<|message|>{}<|call|>",
+        anomalies=["extra_space", "empty_recipient", "call_without_recipient"]
     ),
     "namespace without a name": Case(CALL.replace("functions.f", "functions."), anomalies=["invalid_recipient"]),
     "namespace only": Case(CALL.replace("functions.f", "functions"), anomalies=["invalid_recipient"]),

@@ -3,6 +3,7 @@ import random
 import pytest
 from scripted_backend import HarmonyWriter, ScriptedBackend
 from tiny_policy import byte_tokenizer
+
 from trl_gptoss.harmony import HarmonyVocabulary, render_prompt
 from trl_gptoss.rollouts import Episode, RolloutLimits, Toolbox, ToolRunner, run_episodes
 from trl_gptoss.rollouts.harmony_format import HarmonyFormat

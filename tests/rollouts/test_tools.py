@@ -4,6 +4,7 @@ import time
 
 import pytest
 from trl.trainer.utils import start_event_loop_in_daemon
+
 from trl_gptoss.environments import ToolOutput
 from trl_gptoss.rollouts import ToolCall, ToolRunner, tools
 from trl_gptoss.rollouts.tools import Toolbox, clip_output

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny_policy import tiny_model
 from transformers import GenerationConfig
+
 from trl_gptoss.rollouts.transformers_backend import TransformersBackend
 
 PAD = 257

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
+
 from trl_gptoss.harmony import HarmonyVocabulary
 from trl_gptoss.rollouts import Sample
 
@@ -49,7 +50,13 @@ class HarmonyWriter:
 
     def call(self, name: str, **arguments) -> list[int]:
         v = self.vocabulary
-        header = [v.channel, *self.text(f"commentary to=functions.{name} "), v.constrain, *self.text("json"), v.message]
+        header = [
+            v.channel,
+            *self.text(f"commentary to=functions.{name} "),
+            v.constrain,
+            *self.text("json"),
+            v.message,
+        ]
         return [*header, *self.text(json.dumps(arguments)), v.call]
 
     def final(self, text: str) -> list[int]:

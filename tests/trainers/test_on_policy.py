@@ -8,6 +8,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from tiny_policy import byte_tokenizer, tiny_model
 from trl import GRPOTrainer
+
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer
 from trl_gptoss.trainers.schedule import check_on_policy_schedule, is_always_on_policy
 

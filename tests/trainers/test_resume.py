@@ -12,11 +12,19 @@ from datasets import Dataset
 from peft import LoraConfig
 from tiny_policy import byte_tokenizer, tiny_model
 from transformers import TrainerCallback
+
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer
 from trl_gptoss.trainers.checkpointing import is_complete, last_complete_checkpoint
 
 TOKENIZER = byte_tokenizer()
-TIMES = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "train_loss")
+TIMES = (
+    "step_time",
+    "train_runtime",
+    "train_samples_per_second",
+    "train_steps_per_second",
+    "total_flos",
+    "train_loss",
+)
 
 
 def add(a: int, b: int) -> int:

@@ -11,15 +11,14 @@
 
 namespace sink_fa3 {
 
-template <typename T_, int kStages_, int kPoly_, bool kDeterministic_>
+template <typename T_, int kStages_, bool kDeterministic_>
 struct BwdConfig {
     using T = T_;
     static constexpr int kStages = kStages_;
-    static constexpr int kPoly = kPoly_;
     static constexpr bool kDeterministic = kDeterministic_;
     static constexpr int kThreads = 384;
-    static constexpr int kDqRegs = 64;
-    static constexpr int kConsumerRegs = 224;
+    static constexpr int kDqRegs = 72;
+    static constexpr int kConsumerRegs = 216;
 };
 
 struct alignas(16) BwdItem {
@@ -258,17 +257,17 @@ __device__ __forceinline__ void bwd_consumer(BwdSmem<C>& sm, BwdParams const& p,
     int buffer = 0;
     uint64_t const q_desc = smem_desc_sw128(smem_addr(sm.q[0]));
     uint64_t const do_desc = smem_desc_sw128(smem_addr(sm.dout[0]));
+    uint64_t const v_desc = smem_desc_sw128(smem_addr(sm.v) + wg * 64 * 128);
     constexpr uint32_t kStageBytes = kBwdRows * 128;
     while (true) {
         mbar_wait(&sm.kv_full, kv_phase);
         kv_phase ^= 1;
         BwdItem const t = sm.item;
         if (t.end) return;
-        uint32_t kf[4][4], vf[4][4];
+        uint32_t kf[4][4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             ldmatrix_x4(smem_addr(sm.k) + sw128(frag_row, 2 * i + (lane >> 4)), kf[i]);
-            ldmatrix_x4(smem_addr(sm.v) + sw128(frag_row, 2 * i + (lane >> 4)), vf[i]);
         }
         __syncwarp();
         if (lane == 0) mbar_arrive(&sm.item_empty);
@@ -309,7 +308,7 @@ __device__ __forceinline__ void bwd_consumer(BwdSmem<C>& sm, BwdParams const& p,
             for (int a = 0; a < 4; ++a) Wgmma<T, 64, 0>::rs(s, kf[a], desc_advance(q_desc, stage * kStageBytes + a * 32), a > 0);
             wgmma_commit();
 #pragma unroll
-            for (int a = 0; a < 4; ++a) Wgmma<T, 64, 0>::rs(dp, vf[a], desc_advance(do_desc, stage * kStageBytes + a * 32), a > 0);
+            for (int a = 0; a < 4; ++a) Wgmma<T, 64, 0>::ss(dp, desc_advance(v_desc, a * 32), desc_advance(do_desc, stage * kStageBytes + a * 32), a > 0);
             wgmma_commit();
             issue_grads(previous);
             wgmma_wait<2>();

@@ -47,7 +47,7 @@ __device__ __forceinline__ void fwd_producer(FwdSmem<C>& sm, CUtensorMap const* 
 
 // Writes a warpgroup's 64 rows: registers to its slab of shared memory, then whole rows to global memory.
 template <typename C>
-__device__ __forceinline__ void store_rows(FwdSmem<C>& sm, FwdParams const& p, Tile const& t, int wg, float const (&o)[C::D / 2]) {
+__device__ __forceinline__ void store_rows(FwdSmem<C>& sm, FwdParams const& p, Tile const& t, int wg, float const (&o)[C::kO / 2]) {
     using T = typename C::T;
     int const thread = threadIdx.x & 127;
     int const lane = thread & 31;
@@ -105,13 +105,13 @@ __device__ __forceinline__ void fwd_consumer(FwdSmem<C>& sm, FwdParams const& p,
             token[r] = (row0 + 8 * r) / group;
             rows[r] = keys_of(t.token0 + token[r], t.q_len, t.k_len, p.tiles.causal, p.tiles.window);
         }
-        float o[C::D / 2];
+        float o[C::kO / 2];
 #pragma unroll
-        for (int i = 0; i < C::D / 2; ++i) o[i] = 0.f;
+        for (int i = 0; i < C::kO / 2; ++i) o[i] = 0.f;
         float row_sum[2] = {0.f, 0.f};
         float mc[2] = {neg_inf(), neg_inf()};
         if (t.n_max > t.n_min) {
-            consume_key_blocks<C>(sm, t, rows, KeyRange{last.lo, first.hi}, wg, p.c, ring, o, row_sum, mc);
+            KeyLoop<C>{sm, t, rows, wg, lane, p.c, ring, o, row_sum, mc}.run(KeyRange{last.lo, first.hi});
         } else if (lane == 0) {
             mbar_arrive(&sm.q_empty);
         }
@@ -153,6 +153,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     int const rows = p.tiles.group * p.tiles.tokens;
     for (int i = rows * 8 + threadIdx.x; i < C::kM * 8; i += C::kThreads) {
         for (int h = 0; h < C::kHalves; ++h) reinterpret_cast<uint4*>(sm.q + h * C::kM * 128)[i] = uint4{0, 0, 0, 0};
+    }
+    if constexpr (C::kSumInProduct) {
+        for (int i = threadIdx.x; i < C::kN * 8; i += C::kThreads)
+            *reinterpret_cast<uint4*>(sm.ones + sw128(i / 8, i % 8)) = uint4{i % 8 == 0 ? 0x3f80u : 0u, 0, 0, 0};
     }
     fence_proxy_async();
     __syncthreads();

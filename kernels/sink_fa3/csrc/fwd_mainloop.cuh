@@ -19,6 +19,11 @@ struct FwdConfig {
     static constexpr int kStages = kStages_;
     static constexpr int kPoly = kPoly_;  // of every eight exponentials, how many run on the FMA pipe
     static constexpr bool kPingPong = kPingPong_;
+    // bf16: a column of ones beside V makes the row sums, which saves an addition per score; the tiles' rounding of P then
+    // cancels out of O. fp16 has no range for the headroom that the overflow test needs.
+    static constexpr bool kSumInProduct = false && std::is_same_v<T, __nv_bfloat16> && D == 64;
+    static constexpr int kHeadroom = kSumInProduct ? 32 : 0;
+    static constexpr int kO = kSumInProduct ? D + 8 : D;  // columns of the output accumulator
     static constexpr int kM = 64 * kWarpgroups;
     static constexpr int kN = 128;
     static constexpr int kHalves = D / 64;  // a tile is stored as blocks of 64 columns
@@ -33,6 +38,7 @@ struct FwdSmem {
     alignas(1024) uint8_t o[C::kM * C::D * 2];
     alignas(1024) uint8_t k[C::kStages][C::kN * C::D * 2];
     alignas(1024) uint8_t v[C::kStages][C::kN * C::D * 2];
+    alignas(1024) uint8_t ones[C::kSumInProduct ? C::kN * 128 : 1024];  // kN rows of (1, 0, 0, ...), laid out like V
     uint64_t q_full, q_empty;
     uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
     Tile tile;
@@ -82,11 +88,11 @@ __device__ __forceinline__ void issue_qk(float (&s)[C::kN / 2], uint64_t q, uint
     }
 }
 
-// O[64 x D] += P V with P in registers.
+// O[64 x kO] += P [V | ones] with P in registers.
 template <typename C>
-__device__ __forceinline__ void issue_pv(float (&o)[C::D / 2], uint32_t const (&p)[C::kN / 16][4], uint64_t v) {
+__device__ __forceinline__ void issue_pv(float (&o)[C::kO / 2], uint32_t const (&p)[C::kN / 16][4], uint64_t v) {
 #pragma unroll
-    for (int i = 0; i < C::kN / 16; ++i) Wgmma<typename C::T, C::D, 1>::rs(o, p[i], desc_advance(v, i * 2048), 1);
+    for (int i = 0; i < C::kN / 16; ++i) Wgmma<typename C::T, C::kO, 1>::rs(o, p[i], desc_advance(v, i * 2048), 1);
 }
 
 // The same S for one warp by warp-level products: it needs no other warp, so a single warp can take a tile again.
@@ -127,104 +133,192 @@ __device__ __forceinline__ void scale_rows(float (&o)[N], float const (&f)[2]) {
     for (int i = 0; i < N; ++i) o[i] *= f[(i >> 1) & 1];
 }
 
-// One warpgroup (index wg among the consumers) over the tile's keys. Leaves O unnormalised, its row sums over the whole row
-// and the reference exponents.
+// One warpgroup's pass over a tile's keys.
 template <typename C>
-__device__ __forceinline__ void consume_key_blocks(FwdSmem<C>& sm, Tile const& t, KeyRange const (&rows)[2], KeyRange all_rows, int wg,
-                                                   float c, Ring<C::kStages>& ring, float (&o)[C::D / 2], float (&row_sum)[2],
-                                                   float (&mc)[2]) {
-    constexpr int kN = C::kN;
-    int const lane = threadIdx.x & 31;
-    int const warp = (threadIdx.x >> 5) & 3;
-    uint32_t const q_base = smem_addr(sm.q) + wg * 64 * 128;
-    uint64_t const q_desc = smem_desc_sw128(q_base);
-    uint64_t const k_desc = smem_desc_sw128(smem_addr(sm.k[0]));
-    uint64_t const v_desc = smem_desc_sw128(smem_addr(sm.v[0]), kN * 128);
-    constexpr uint32_t kStageBytes = kN * C::D * 2;
-    // all_rows: keys that every row of the block sees; a tile inside needs no mask. From the tile of the first row's last
-    // key on (towards the left), every row has a maximum.
-    auto masked = [&](int n) { return n * kN < all_rows.lo || (n + 1) * kN > all_rows.hi; };
-    int const n_fresh = (all_rows.hi - 1) / kN;
-    auto release = [&](uint64_t* bar) {
-        if (lane == 0) mbar_arrive(bar);
-    };
-    auto take_turn = [&] {
-        if constexpr (C::kPingPong) bar_sync(4 + wg, 256);
-    };
-    auto pass_turn = [&] {
-        if constexpr (C::kPingPong) bar_arrive(4 + (wg + 1 == C::kWarpgroups ? 0 : wg + 1), 256);
-    };
+struct KeyLoop {
+    static constexpr int kN = C::kN;
+    static constexpr uint32_t kStageBytes = kN * C::D * 2;
 
+    FwdSmem<C>& sm;
+    Tile const& t;
+    KeyRange const (&rows)[2];
+    int wg, lane;
+    float c;
+    Ring<C::kStages>& ring;  // the key block whose scores were taken last
+    float (&o)[C::kO / 2];
+    float (&row_sum)[2];  // fp16: of p; bf16: of what rounding took from p in the tiles with a fresh maximum
+    float (&mc)[2];
     float s[kN / 2];
     uint32_t p[kN / 16][4];
-    float shrink[2];
 
-    mbar_wait(&sm.k_full[ring.stage], ring.phase);
-    take_turn();
-    keep(s);
-    wgmma_fence();
-    issue_qk<C>(s, q_desc, desc_advance(k_desc, ring.stage * kStageBytes));
-    wgmma_commit();
-    pass_turn();
-    wgmma_wait<0>();
-    keep(s);
-    release(&sm.k_empty[ring.stage]);
-    if (masked(t.n_max - 1)) mask_scores(s, rows, (t.n_max - 1) * kN, lane);
-    softmax_with_max(s, c, mc, row_sum, shrink);
-    pack_probabilities<C>(s, p);
+    __device__ __forceinline__ uint32_t q_base() const { return smem_addr(sm.q) + wg * 64 * 128; }
+    __device__ __forceinline__ uint64_t k_desc(int stage) const { return smem_desc_sw128(smem_addr(sm.k[stage])); }
+    __device__ __forceinline__ uint64_t v_desc(int stage) const {
+        uint32_t const v = smem_addr(sm.v[stage]);
+        return smem_desc_sw128(v, C::kSumInProduct ? smem_addr(sm.ones) - v : kN * 128);
+    }
+    __device__ __forceinline__ void release(uint64_t* bar) const {
+        if (lane == 0) mbar_arrive(bar);
+    }
+    __device__ __forceinline__ void take_turn() const {
+        if constexpr (C::kPingPong) bar_sync(4 + wg, 256);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if constexpr (C::kPingPong) bar_arrive(4 + (wg + 1 == C::kWarpgroups ? 0 : wg + 1), 256);
+    }
 
-    for (int n = t.n_max - 2; n >= t.n_min; --n) {
-        Ring<C::kStages> const prev = ring;
-        ring.next();
-        mbar_wait(&sm.k_full[ring.stage], ring.phase);
-        mbar_wait(&sm.v_full[prev.stage], prev.phase);
+    // Issues this block's Q K^T and the previous block's P V; returns when the scores are there.
+    __device__ __forceinline__ void start_step(int stage, uint32_t phase, int prev, uint32_t prev_phase) {
+        mbar_wait(&sm.k_full[stage], phase);
+        mbar_wait(&sm.v_full[prev], prev_phase);
         take_turn();
         keep(s);
         keep(o);
         wgmma_fence();
-        issue_qk<C>(s, q_desc, desc_advance(k_desc, ring.stage * kStageBytes));
+        issue_qk<C>(s, smem_desc_sw128(q_base()), k_desc(stage));
         wgmma_commit();
-        issue_pv<C>(o, p, desc_advance(v_desc, prev.stage * kStageBytes));
+        issue_pv<C>(o, p, v_desc(prev));
         wgmma_commit();
         pass_turn();
         wgmma_wait<1>();
         keep(s);
-        bool const masking = masked(n);
-        bool fresh = masking || n >= n_fresh;
-        if (!fresh) {
-            fresh = softmax_stale_max<typename C::T, C::kPoly>(s, c, mc, row_sum);
-            wgmma_wait<0>();
-            keep(o);
-            if (fresh) recompute_scores<C>(s, q_base + warp * 16 * 128, smem_addr(sm.k[ring.stage]), lane);
-        } else {
-            wgmma_wait<0>();
-            keep(o);
-            if (masking) mask_scores(s, rows, n * kN, lane);
-        }
-        release(&sm.v_empty[prev.stage]);
-        if (fresh) {
-            softmax_with_max(s, c, mc, row_sum, shrink);
-            if (__any_sync(0xffffffff, shrink[0] != 1.f || shrink[1] != 1.f)) scale_rows(o, shrink);
-        }
-        release(&sm.k_empty[ring.stage]);
-        pack_probabilities<C>(s, p);
     }
 
-    release(&sm.q_empty);
-    mbar_wait(&sm.v_full[ring.stage], ring.phase);
-    keep(o);
-    wgmma_fence();
-    issue_pv<C>(o, p, desc_advance(v_desc, ring.stage * kStageBytes));
-    wgmma_commit();
-    wgmma_wait<0>();
-    keep(o);
-    release(&sm.v_empty[ring.stage]);
-    ring.next();
+    // s holds this block's scores, nothing is in flight: maximum, exponentials, O and sums brought to the new reference.
+    __device__ __forceinline__ void fresh_step() {
+        float shrink[2];
+        softmax_with_max<C::kHeadroom>(s, c, mc, row_sum, shrink);
+        if (__any_sync(0xffffffff, shrink[0] != 1.f || shrink[1] != 1.f)) scale_rows(o, shrink);
+        pack_probabilities<C>(s, p);
+        if constexpr (C::kSumInProduct) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        row_sum[r] += __shfl_xor_sync(0xffffffff, row_sum[r], 1);
-        row_sum[r] += __shfl_xor_sync(0xffffffff, row_sum[r], 2);
+            for (int i = 0; i < kN / 2; i += 2) {
+                uint32_t const pair = p[i / 8][(i % 8) / 2];
+                row_sum[(i >> 1) & 1] -= __uint_as_float(pair << 16) + __uint_as_float(pair & 0xffff0000u);
+            }
+        }
     }
-}
+
+    __device__ __forceinline__ void first_block(bool masked) {
+        mbar_wait(&sm.k_full[ring.stage], ring.phase);
+        take_turn();
+        keep(s);
+        wgmma_fence();
+        issue_qk<C>(s, smem_desc_sw128(q_base()), k_desc(ring.stage));
+        wgmma_commit();
+        pass_turn();
+        wgmma_wait<0>();
+        keep(s);
+        release(&sm.k_empty[ring.stage]);
+        if (masked) mask_scores(s, rows, (t.n_max - 1) * kN, lane);
+        fresh_step();
+    }
+
+    __device__ __forceinline__ void fresh_block(int n, bool masked) {
+        Ring<C::kStages> const prev = ring;
+        ring.next();
+        start_step(ring.stage, ring.phase, prev.stage, prev.phase);
+        wgmma_wait<0>();
+        keep(o);
+        release(&sm.k_empty[ring.stage]);
+        release(&sm.v_empty[prev.stage]);
+        if (masked) mask_scores(s, rows, n * kN, lane);
+        fresh_step();
+    }
+
+    // Takes the block again for this warp alone.
+    __device__ __forceinline__ void again(int stage) {
+        recompute_scores<C>(s, q_base() + ((threadIdx.x >> 5) & 3) * 16 * 128, smem_addr(sm.k[stage]), lane);
+        fresh_step();
+    }
+
+    template <int kStage>
+    __device__ __forceinline__ void stale_block() {
+        constexpr int kPrev = kStage == 0 ? C::kStages - 1 : kStage - 1;
+        uint32_t const prev_phase = ring.phase;
+        if constexpr (kStage == 0) ring.phase ^= 1;
+        ring.stage = kStage;
+        start_step(kStage, ring.phase, kPrev, prev_phase);
+        bool fresh;
+        if constexpr (C::kSumInProduct) {
+            float unused[2];
+            exponentiate<C::kPoly, false>(s, c, mc, unused);
+            wgmma_wait<0>();
+            keep(o);
+            pack_probabilities<C>(s, p);
+            fresh = needs_fresh_max(&p[0][0], kN / 4);
+        } else {
+            fresh = softmax_stale_max<C::kPoly>(s, c, mc, row_sum);
+            wgmma_wait<0>();
+            keep(o);
+            pack_probabilities<C>(s, p);
+        }
+        release(&sm.v_empty[kPrev]);
+        if (fresh) again(kStage);
+        release(&sm.k_empty[kStage]);
+    }
+
+    // `count` blocks that no mask touches and whose rows all have a reference. One body per stage keeps the descriptors out of
+    // the general registers.
+    __device__ __forceinline__ void stale_blocks(int count) {
+        static_assert(C::kStages == 2 || C::kStages == 3);
+        int stage = ring.stage + 1 == C::kStages ? 0 : ring.stage + 1;
+        while (true) {
+            if (stage == 0) {
+                stale_block<0>();
+                stage = 1;
+                if (--count == 0) break;
+            }
+            if (stage == 1) {
+                stale_block<1>();
+                stage = C::kStages == 2 ? 0 : 2;
+                if (--count == 0) break;
+            }
+            if constexpr (C::kStages == 3) {
+                if (stage == 2) {
+                    stale_block<2>();
+                    stage = 0;
+                    if (--count == 0) break;
+                }
+            }
+        }
+    }
+
+    // all_rows: the keys that every row of the block sees; a tile inside them needs no mask. From the tile of the first
+    // row's last key on (towards the left), every row has a reference. Leaves O unnormalised and complete row sums.
+    __device__ __forceinline__ void run(KeyRange all_rows) {
+        auto masked = [&](int n) { return n * kN < all_rows.lo || (n + 1) * kN > all_rows.hi; };
+        int const n_fresh = (all_rows.hi - 1) / kN;
+        int const n_stale = max(t.n_min, (all_rows.lo + kN - 1) / kN);
+        int n = t.n_max - 1;
+        first_block(masked(n));
+        --n;
+        while (n >= t.n_min) {
+            if (masked(n) || n >= n_fresh) {
+                fresh_block(n, masked(n));
+                --n;
+            } else {
+                stale_blocks(n - n_stale + 1);
+                n = n_stale - 1;
+            }
+        }
+        release(&sm.q_empty);
+        mbar_wait(&sm.v_full[ring.stage], ring.phase);
+        keep(o);
+        wgmma_fence();
+        issue_pv<C>(o, p, v_desc(ring.stage));
+        wgmma_commit();
+        wgmma_wait<0>();
+        keep(o);
+        release(&sm.v_empty[ring.stage]);
+        ring.next();
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            row_sum[r] += __shfl_xor_sync(0xffffffff, row_sum[r], 1);
+            row_sum[r] += __shfl_xor_sync(0xffffffff, row_sum[r], 2);
+            if constexpr (C::kSumInProduct) row_sum[r] += __shfl_sync(0xffffffff, o[C::D / 2 + 2 * r], lane & ~3);
+        }
+    }
+};
 
 }  // namespace sink_fa3

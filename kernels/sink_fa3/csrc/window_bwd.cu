@@ -20,14 +20,13 @@ constexpr int kBlockElements = kTileTokens * kHeadDim;
 constexpr int kPanelBytes = kBlocks * kBlockBytes;       // 144 keys x 64 rows of P^T or dS^T
 
 struct BwdParams {
-    CUtensorMap q, k, v, dout;
+    CUtensorMap q, k, v, dout, dq, dk, dv;
     float const* lse;
     float const* sinks;
-    int const* cu_seqlens;
-    void *dq, *dk, *dv;
+    Sequences seqs;
+    void *dk_rows, *dv_rows;  // of dk and dv, for the border kernel
     float* border;        // (2: dV, dK; 2: head, tail; chunks; kv_heads; kHalo; kBlockElements), accumulator order
     float* dsinks_parts;  // (chunks, heads)
-    int num_seqs, seq_length;
     int total, kv_heads, window;
     int tiles, per_chunk, chunks;
     float scale, scale_log2;
@@ -40,304 +39,286 @@ struct BwdSmem {
     uint8_t dout[kStages][kTileBytes];
     uint8_t p[2][kPanelBytes];   // P^T: rows are keys in accumulator order, one panel for the rows of each warpgroup
     uint8_t ds[2][kPanelBytes];
-    uint8_t flush[2][kBlockBytes];
+    uint8_t out[2][kTileBytes / 2];  // dQ of a warpgroup's tile, then a finished block of dV or dK, on their way out
+    float lse2[kStages][kGroup][kTileTokens];  // in units of log2; 0 for an empty row, whose scores are all -inf
     uint64_t full[kStages], empty[kStages], consumed;  // consumed: the products that read p and ds are done
 };
-constexpr int kSmemBytes = sizeof(BwdSmem) + 1024;
+constexpr int kSmemBytes = sizeof(BwdSmem);
 
 __device__ __forceinline__ float* border_block(BwdParams const& p, int which, int tail, int chunk, int kv_head, int block) {
     return p.border + ((((which * 2 + tail) * static_cast<int64_t>(p.chunks) + chunk) * p.kv_heads + kv_head) * kHalo + block) *
                           kBlockElements;
 }
 
+// The loading warp. Its lanes bring the lse of the tile (a thread 4 tokens of one head): consumers with loads from global
+// memory in flight would wait for them at every fence.
 __device__ __forceinline__ void produce(BwdParams const& p, BwdSmem& smem, int kv_head, int first, int count) {
-    int const block0 = first - kHalo;
+    int const lane = threadIdx.x % 32, block0 = first - kHalo, in_tile = lane % 4 * 4;
+    float const* const lse_row = p.lse + static_cast<int64_t>(kv_head * kGroup + lane / 4) * p.total;
     for (int n = 0; n < count; ++n) {
-        int const stage = n % kStages, from = n == 0 ? 0 : n + kHalo;
+        int const stage = n % kStages, from = n == 0 ? 0 : n + kHalo, token = (first + n) * kTileTokens + in_tile;
         uint64_t* const bar = &smem.full[stage];
+        float x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = token + i < p.total ? lse_row[token + i] : INFINITY;
         mbar_wait(&smem.empty[stage], (n / kStages & 1) ^ 1);
-        int bytes = 2 * kTileBytes;
-        for (int b = from; b < n + kBlocks; ++b) bytes += 2 * key_block_bytes(b, true);
-        mbar_arrive_tx(bar, bytes);
-        tma_load_3d(smem.q[stage], &p.q, bar, 0, kv_head * kGroup, (first + n) * kTileTokens);
-        for (int b = from; b < n + kBlocks; ++b) load_key_block<true>(smem.k, &p.k, bar, kv_head, block0 + b, b);
-        tma_load_3d(smem.dout[stage], &p.dout, bar, 0, kv_head * kGroup, (first + n) * kTileTokens);
-        for (int b = from; b < n + kBlocks; ++b) load_key_block<true>(smem.v, &p.v, bar, kv_head, block0 + b, b);
-    }
-}
-
-// Takes ring slot `slot` out of the accumulators and clears it.
-__device__ __forceinline__ void take_slot(float (&acc)[kBlocks * 8], int slot, float (&x)[8]) {
-#pragma unroll
-    for (int s = 0; s < kBlocks; ++s) {
-        if (s == slot) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                x[i] = acc[8 * s + i];
-                acc[8 * s + i] = 0.f;
-            }
+        if (lane == 0) {
+            int bytes = 2 * kTileBytes;
+            for (int b = from; b < n + kBlocks; ++b) bytes += 2 * key_block_bytes(b, true);
+            mbar_arrive_tx(bar, bytes);
+            tma_load_3d(smem.q[stage], &p.q, bar, 0, kv_head * kGroup, (first + n) * kTileTokens);
+            for (int b = from; b < n + kBlocks; ++b) load_key_block<true>(smem.k, &p.k, bar, kv_head, block0 + b, b);
+            tma_load_3d(smem.dout[stage], &p.dout, bar, 0, kv_head * kGroup, (first + n) * kTileTokens);
+            for (int b = from; b < n + kBlocks; ++b) load_key_block<true>(smem.v, &p.v, bar, kv_head, block0 + b, b);
         }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            smem.lse2[stage][lane / 4][in_tile + i] = x[i] == -INFINITY ? 0.f : x[i] * kLog2e;
+        mbar_arrive(bar);
     }
 }
 
-// Writes a finished key block of dV or dK: accumulator order -> shared memory [key][d] -> 16 bytes a thread.
+// Takes the oldest key block out of the accumulators and moves the others up. (Leaving them in place and clearing a ring
+// slot known at run time only costs 70 spilled registers, and index arithmetic at every store of P and dS.)
+__device__ __forceinline__ void take_oldest(float (&acc)[kBlocks * 8], float (&x)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = acc[i];
+#pragma unroll
+    for (int i = 0; i < kBlocks * 8; ++i) acc[i] = i + 8 < kBlocks * 8 ? acc[i + 8] : 0.f;
+}
+
+// A warp's part of a finished key block of dV or dK (16 d x 16 keys): accumulator order -> `rows` [key][d].
 template <typename T>
-__device__ __forceinline__ void write_block(T* out, uint8_t* stage, float const (&x)[8], float scale, int token, int total,
-                                            int kv_head, int kv_heads, int barrier) {
-    int const thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    uint32_t const key = lane % 8 + (lane / 16) * 8;
-    stmatrix_x4_trans(smem_addr(stage) + sw128(key, 2 * warp + (lane / 8 & 1)), pack2<T>(x[0] * scale, x[1] * scale),
+__device__ __forceinline__ void stage_block(uint8_t* rows, float const (&x)[8], float scale, int lane) {
+    stmatrix_x4_trans(smem_addr(rows) + (lane % 8 + lane / 16 * 8) * 32 + (lane / 8 & 1) * 16, pack2<T>(x[0] * scale, x[1] * scale),
                       pack2<T>(x[2] * scale, x[3] * scale), pack2<T>(x[4] * scale, x[5] * scale),
                       pack2<T>(x[6] * scale, x[7] * scale));
-    bar_sync(barrier, 128);
-    int const row = thread / 8, chunk = thread % 8;
-    if (token + row < total) {
-        T* const to = out + (static_cast<int64_t>(token + row) * kv_heads + kv_head) * kHeadDim + chunk * 8;
-        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<uint4 const*>(stage + sw128(row, chunk));
-    }
 }
 
-// 4 x 4 transpose over the 4 lanes of a quad: lane q ends up with x[q] of lanes 0..3.
-__device__ __forceinline__ uint4 quad_transpose(uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3, int quad) {
-    bool const odd = quad & 1, high = quad & 2;
-    uint32_t const r01 = __shfl_xor_sync(0xffffffffu, odd ? x0 : x1, 1);
-    uint32_t const r23 = __shfl_xor_sync(0xffffffffu, odd ? x2 : x3, 1);
-    uint32_t const a0 = odd ? r01 : x0, a1 = odd ? x1 : r01;  // x0 or x1 of the lane pair, in lane order
-    uint32_t const b0 = odd ? r23 : x2, b1 = odd ? x3 : r23;  // x2 or x3
-    uint32_t const s0 = __shfl_xor_sync(0xffffffffu, high ? a0 : b0, 2);
-    uint32_t const s1 = __shfl_xor_sync(0xffffffffu, high ? a1 : b1, 2);
-    return high ? make_uint4(s0, s1, b0, b1) : make_uint4(a0, a1, s0, s1);
-}
-
-// dQ rows of a thread pair by quad: 16 bytes a thread, 64 contiguous bytes a quad.
+// Stores a warp's 16 rows (2 tokens x 8 heads) of dQ through `rows`, 2048 bytes of shared memory.
 template <typename T>
-__device__ __forceinline__ void write_dq(T* row, float const (&dq)[kHeadDim / 2], int r, float scale, int quad, bool inside) {
-    uint32_t x[8];
+__device__ __forceinline__ void store_dq(CUtensorMap const* map, uint8_t* rows, float const (&dq)[kHeadDim / 2], float scale,
+                                         int head, int token, int lane) {
+    if (lane == 0) bulk_wait_read<0>();  // what was stored from `rows` before has left
+    __syncwarp();
+    uint32_t const to = smem_addr(rows) + (lane % 16) * 128;
 #pragma unroll
-    for (int b = 0; b < 8; ++b) x[b] = pack2<T>(dq[4 * b + 2 * r] * scale, dq[4 * b + 2 * r + 1] * scale);
-    uint4 const left = quad_transpose(x[0], x[1], x[2], x[3], quad), right = quad_transpose(x[4], x[5], x[6], x[7], quad);
-    if (inside) {
-        *reinterpret_cast<uint4*>(row + quad * 8) = left;
-        *reinterpret_cast<uint4*>(row + 32 + quad * 8) = right;
+    for (int j = 0; j < 4; ++j) {
+        uint32_t x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = pack2<T>(dq[8 * j + 2 * i] * scale, dq[8 * j + 2 * i + 1] * scale);
+        stmatrix_x4(to + (((2 * j + lane / 16) ^ (lane & 7)) << 4), x[0], x[1], x[2], x[3]);
+    }
+    fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) {
+        tma_store_3d(map, rows, 0, head, token);
+        bulk_commit();
     }
 }
 
 template <typename T, int kWG>
-__device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int chunk, int kv_head, int first, int count) {
+__device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int first, int count) {
     int const thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, quad = lane % 4;
-    int const head = kv_head * kGroup + lane / 4, heads = p.kv_heads * kGroup;
-    float const sink2 = p.sinks == nullptr ? -INFINITY : p.sinks[head] * kLog2e;
+    int const kv_head = blockIdx.y, chunk = blockIdx.x;
+    // The two tokens of this thread in tile n: 16 * (first + n) + offset, + 1; its head is kv_head * 8 + lane / 4.
     int const offset = kWG * 8 + 2 * warp;
-    SequenceCursor cursor(p.cu_seqlens, p.num_seqs, p.seq_length, first * kTileTokens + offset);
-    float const* const lse_row = p.lse + static_cast<int64_t>(head) * p.total;
-    T* const dkv = static_cast<T*>(kWG == 0 ? p.dv : p.dk);
-    float const dkv_scale = kWG == 0 ? 1.f : p.scale;
-
+    float const sink2 = p.sinks == nullptr ? -INFINITY : p.sinks[kv_head * kGroup + lane / 4] * kLog2e;
+    SequenceCursor cursor(p.seqs, first * kTileTokens + offset);
+    uint8_t* const rows = smem.out[kWG] + warp * 2048;
     // Rows of P^T and dS^T are keys; this lane's row and 16-byte chunk of each stmatrix.
-    uint32_t const store = sw128(lane % 8 + (lane / 16) * 8, 2 * warp + (lane / 8 & 1));
-    uint32_t const p_addr = smem_addr(smem.p[kWG]) + store, ds_addr = smem_addr(smem.ds[kWG]) + store;
-    uint64_t const desc_k = smem_desc_sw128(smem_addr(smem.k)), desc_v = smem_desc_sw128(smem_addr(smem.v));
-    uint64_t const desc_b = smem_desc_sw128(smem_addr(kWG == 0 ? smem.p[0] : smem.ds[0]));
+    uint32_t const to = smem_addr(smem.p[kWG]) + sw128(lane % 8 + lane / 16 * 8, 2 * warp + (lane / 8 & 1));
+    constexpr uint32_t kToDs = 2 * kPanelBytes;  // from p to ds
 
-    float acc[kBlocks * 8];  // dV^T (warpgroup 0) or dK^T (1): rows d, columns keys of the ring
+    float acc[kBlocks * 8];  // dV^T (warpgroup 0) or dK^T (1): rows d, columns the keys of the tile
 #pragma unroll
     for (int i = 0; i < kBlocks * 8; ++i) acc[i] = 0.f;
     float dsink = 0.f;
-    int acc_slot = 0;  // ring slot of the tile's first key block in the accumulators
 
-    auto const load_lse = [&](int n, int r) {
-        int const token = (first + n) * kTileTokens + offset + r;
-        return token < p.total ? lse_row[token] : INFINITY;
-    };
-    // Tile n - 1 ends (its products over P and dS) under the scores of tile n. Before the first tile P and dS are zero.
+    // The products of tile n - 1 over P and dS run under the exponentials of tile n. Before the first tile both are zero.
+    for (int i = thread; i < 2 * kPanelBytes / 16; i += 128)
+        reinterpret_cast<uint4*>(kWG == 0 ? smem.p[0] : smem.ds[0])[i] = make_uint4(0, 0, 0, 0);
     uint32_t ds[kBlocks][4];
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) ds[j][i] = 0;
-    for (int i = thread; i < 2 * kPanelBytes / 16; i += 128)
-        reinterpret_cast<uint4*>(kWG == 0 ? smem.p[0] : smem.ds[0])[i] = make_uint4(0, 0, 0, 0);
     fence_proxy_async();
     bar_sync(3, 256);
-    float lse_next[2] = {load_lse(0, 0), load_lse(0, 1)};
-    mbar_wait(&smem.full[0], 0);
 
     for (int n = 0;; ++n) {
         int const now = min(n, count - 1), before = max(n - 1, 0);
-        int const token = (first + n) * kTileTokens + offset;
+        mbar_wait(&smem.full[now % kStages], now / kStages & 1);
         float dq[kHeadDim / 2];
         {
-            uint8_t* const rows = kWG == 0 ? smem.dout[before % kStages] : smem.q[before % kStages];
-            uint64_t const desc_a = smem_desc_sw128(smem_addr(rows));
+            Operand const k(smem_addr(smem.k) + before % kRing * kBlockBytes);
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < 8; ++k)  // 16 rows each, 4 steps in a panel
-                Wgmma<T, kBlocks * kTileTokens, 0, 1>::ss(acc, desc_advance(desc_a, k * 2048),
-                                                          desc_advance(desc_b, k / 4 * kPanelBytes + k % 4 * 32), 1);
-#pragma unroll
-            for (int j = 0; j < kBlocks; ++j)
-                Wgmma<T, kHeadDim, 1>::rs(dq, ds[j], desc_advance(desc_k, (before % kRing + j) * kBlockBytes), j > 0);
-            wgmma_commit();
+            for (int j = 0; j < kBlocks; ++j) Wgmma<T, kHeadDim, 1>::rs(dq, ds[j], k.at(j * kBlockBytes), j > 0);
         }
-        mbar_wait(&smem.full[now % kStages], now / kStages & 1);
         float s[kCols / 2];
         {
-            uint64_t const desc_q = smem_desc_sw128(smem_addr(smem.q[now % kStages]) + kWG * 8192);
-            uint64_t const desc = desc_advance(desc_k, now % kRing * kBlockBytes + kWG * 1024);
+            Operand const q(smem_addr(smem.q[now % kStages]) + kWG * 8192);
+            Operand const k(smem_addr(smem.k) + now % kRing * kBlockBytes + kWG * 1024);
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < 4; ++k) Wgmma<T, kCols, 0>::ss(s, desc_advance(desc_q, k * 32), desc_advance(desc, k * 32), k > 0);
+            for (int i = 0; i < 4; ++i) Wgmma<T, kCols, 0>::ss(s, q.at(i * 32), k.at(i * 32), i > 0);
             wgmma_commit();
+        }
+        {
+            Operand const a(smem_addr(kWG == 0 ? smem.dout[before % kStages] : smem.q[before % kStages]));
+            Operand const b(smem_addr(kWG == 0 ? smem.p[0] : smem.ds[0]));
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < 8; ++i)  // 16 rows each, 4 steps in a panel
+                Wgmma<T, kBlocks * kTileTokens, 0, 1>::ss(acc, a.at(i * 2048), b.at(i / 4 * kPanelBytes + i % 4 * 32), 1);
+            wgmma_commit();
+        }
+        int lo[2], hi[2];
+        float const lse2[2] = {smem.lse2[now % kStages][lane / 4][offset], smem.lse2[now % kStages][lane / 4][offset + 1]};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            int const token = (first + n) * kTileTokens + offset + r;
+            hi[r] = kMaxWindow + 2 * warp + r;
+            lo[r] = hi[r] - min(p.window - 1, token - cursor.start(p.seqs, token));
         }
         wgmma_wait<1>();
         keep(dq);
-        keep(acc);
-        if (n > 0) {
-            __syncwarp();
-            if (lane == 0) {
-                mbar_arrive(&smem.consumed);
-                mbar_arrive(&smem.empty[before % kStages]);
-            }
-            int const t = token - kTileTokens;
-            T* const row = static_cast<T*>(p.dq) + (static_cast<int64_t>(t) * heads + head) * kHeadDim;
-            write_dq(row, dq, 0, p.scale, quad, t < p.total);
-            write_dq(row + static_cast<int64_t>(heads) * kHeadDim, dq, 1, p.scale, quad, t + 1 < p.total);
-
-            float x[8];
-            take_slot(acc, acc_slot, x);
-            acc_slot = acc_slot + 1 == kBlocks ? 0 : acc_slot + 1;
-            if (n > kHalo) {
-                write_block(dkv, smem.flush[kWG], x, dkv_scale, (first + n - 1 - kHalo) * kTileTokens, p.total, kv_head,
-                            p.kv_heads, 1 + kWG);
-            } else {
-                float* const to = border_block(p, kWG, 0, chunk, kv_head, n - 1) + thread;
-#pragma unroll
-                for (int i = 0; i < 8; ++i) to[i * 128] = x[i];
-            }
-        }
+        keep(s);
+        if (n > 0)
+            store_dq<T>(&p.dq, rows, dq, p.scale, kv_head * kGroup, (first + n - 1) * kTileTokens + offset, lane);
         float dp[kCols / 2];
         {
-            uint64_t const desc_do = smem_desc_sw128(smem_addr(smem.dout[now % kStages]) + kWG * 8192);
-            uint64_t const desc = desc_advance(desc_v, now % kRing * kBlockBytes + kWG * 1024);
+            Operand const o(smem_addr(smem.dout[now % kStages]) + kWG * 8192);
+            Operand const v(smem_addr(smem.v) + now % kRing * kBlockBytes + kWG * 1024);
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < 4; ++k)
-                Wgmma<T, kCols, 0>::ss(dp, desc_advance(desc_do, k * 32), desc_advance(desc, k * 32), k > 0);
+            for (int i = 0; i < 4; ++i) Wgmma<T, kCols, 0>::ss(dp, o.at(i * 32), v.at(i * 32), i > 0);
             wgmma_commit();
         }
-        wgmma_wait<1>();
-        keep(s);
-        if (n == count) {
-            wgmma_wait<0>();
-            break;
-        }
-
-        int const column0 = (first + n) * kTileTokens - kMaxWindow + kWG * 8;
-        int lo[2], hi[2];
-        float lse2[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            lo[r] = max(token + r - p.window + 1, cursor.start(token + r)) - column0;
-            hi[r] = token + r - column0;
-            lse2[r] = lse_next[r] * kLog2e;
-            lse_next[r] = load_lse(min(n + 1, count - 1), r);
-        }
         mask_scores(s, lo, hi, 2 * warp, quad);
-        float psink[2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float const base = lse2[r] == -INFINITY ? 0.f : lse2[r];  // an empty row: every score is -inf, P = 0
-            psink[r] = sink2 == base ? 1.f : exp2_approx(sink2 - base);
-#pragma unroll
-            for (int b = 0; b < kColBlocks; ++b) {
-                s[4 * b + 2 * r] = exp2_approx(fmaf(s[4 * b + 2 * r], p.scale_log2, -base));
-                s[4 * b + 2 * r + 1] = exp2_approx(fmaf(s[4 * b + 2 * r + 1], p.scale_log2, -base));
-            }
+        for (int i = 0; i < kCols / 2; ++i) s[i] = exp2_approx(fmaf(s[i], p.scale_log2, -lse2[i / 2 % 2]));
+        keep(s);
+
+        wgmma_wait<1>();
+        keep(acc);
+        __syncwarp();
+        if (lane == 0) {
+            mbar_arrive(&smem.consumed);
+            if (n > 0) mbar_arrive(&smem.empty[before % kStages]);
         }
-        if (n > 0) mbar_wait(&smem.consumed, (n & 1) ^ 1);
+        mbar_wait(&smem.consumed, n & 1);
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j) {
-            int const at = acc_slot + j < kBlocks ? acc_slot + j : acc_slot + j - kBlocks;
             uint32_t a[4];
             key_fragment<T, kWG>(s, j, a);
-            stmatrix_x4_trans(p_addr + at * kBlockBytes, a[0], a[1], a[2], a[3]);
+            stmatrix_x4_trans(to + j * kBlockBytes, a[0], a[1], a[2], a[3]);
         }
         wgmma_wait<0>();
         keep(dp);
+        keep(acc);
+        // Accumulators are touched only when no product is in flight: the compiler copies them otherwise.
+        float x[8];
+        take_oldest(acc, x);
+        auto const store_block = [&] {
+            if (n > kHalo && lane == 0) {
+                tma_store_3d(kWG == 0 ? &p.dv : &p.dk, rows, 16 * warp, kv_head, (first + n - 1 - kHalo) * kTileTokens);
+                bulk_commit();
+            }
+        };
+        if (n > kHalo) {
+            if (lane == 0) bulk_wait_read<0>();  // dQ has left
+            __syncwarp();
+            stage_block<T>(rows, x, kWG == 0 ? 1.f : p.scale, lane);
+        } else if (n > 0) {
+            float* const border = border_block(p, kWG, 0, chunk, kv_head, n - 1) + thread;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) border[i * 128] = x[i];
+        }
+        if (n == count) {
+            fence_proxy_async();
+            __syncwarp();
+            store_block();
+            break;
+        }
 
+        float delta[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float delta0 = 0.f, delta1 = 0.f;
+            float sum0 = 0.f, sum1 = 0.f;
 #pragma unroll
             for (int b = 0; b < kColBlocks; ++b) {
-                delta0 = fmaf(s[4 * b + 2 * r], dp[4 * b + 2 * r], delta0);
-                delta1 = fmaf(s[4 * b + 2 * r + 1], dp[4 * b + 2 * r + 1], delta1);
+                sum0 = fmaf(s[4 * b + 2 * r], dp[4 * b + 2 * r], sum0);
+                sum1 = fmaf(s[4 * b + 2 * r + 1], dp[4 * b + 2 * r + 1], sum1);
             }
-            float const delta = quad_sum(delta0 + delta1);
-            dsink -= psink[r] * delta;
-#pragma unroll
-            for (int b = 0; b < kColBlocks; ++b) {
-                s[4 * b + 2 * r] *= dp[4 * b + 2 * r] - delta;
-                s[4 * b + 2 * r + 1] *= dp[4 * b + 2 * r + 1] - delta;
-            }
+            delta[r] = quad_sum(sum0 + sum1);
+            dsink -= (sink2 == lse2[r] ? 1.f : exp2_approx(sink2 - lse2[r])) * delta[r];
         }
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j) {
-            int const at = acc_slot + j < kBlocks ? acc_slot + j : acc_slot + j - kBlocks;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                int const e = 8 * j - 4 * kWG + i;
+                if (e >= 0 && e < kCols / 2) s[e] *= dp[e] - delta[e / 2 % 2];
+            }
             key_fragment<T, kWG>(s, j, ds[j]);
-            stmatrix_x4_trans(ds_addr + at * kBlockBytes, ds[j][0], ds[j][1], ds[j][2], ds[j][3]);
+            stmatrix_x4_trans(to + kToDs + j * kBlockBytes, ds[j][0], ds[j][1], ds[j][2], ds[j][3]);
         }
         fence_proxy_async();
         bar_sync(3, 256);
+        store_block();
     }
+    if (lane == 0) bulk_wait_read<0>();
 
     // What is left: the key blocks that the next chunk sees as well. In a chunk shorter than the halo some of them still
     // belong to the chunk before.
 #pragma unroll
-    for (int s9 = 0; s9 < kBlocks; ++s9) {
-        int const j = (s9 - acc_slot + kBlocks) % kBlocks, local = count + j;
-        if (j == kHalo) continue;
+    for (int j = 0; j < kHalo; ++j) {
+        int const local = count + j;
         float* const to = local < kHalo ? border_block(p, kWG, 0, chunk, kv_head, local) + thread
                                         : border_block(p, kWG, 1, chunk, kv_head, j) + thread;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) to[i * 128] = acc[8 * s9 + i];
+        for (int i = 0; i < 8; ++i) to[i * 128] = acc[8 * j + i];
     }
 
-    float* const red = reinterpret_cast<float*>(smem.flush);  // (8 warps, 8 heads)
+    float* const red = reinterpret_cast<float*>(smem.out);  // (8 warps, 8 heads)
     bar_sync(3, 256);
-    if (quad == 0) red[(kWG * 4 + warp) * 8 + lane / 4] = dsink;
+    if (thread % 4 == 0) red[(kWG * 4 + thread / 32) * 8 + thread % 32 / 4] = dsink;
     bar_sync(3, 256);
     if (kWG == 0 && thread < kGroup) {
         float sum = 0.f;
         for (int w = 0; w < 8; ++w) sum += red[w * 8 + thread];
-        p.dsinks_parts[chunk * heads + kv_head * kGroup + thread] = sum;
+        p.dsinks_parts[(chunk * p.kv_heads + kv_head) * kGroup + thread] = sum;
     }
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1) backward_kernel(__grid_constant__ BwdParams const p) {
-    extern __shared__ uint8_t raw[];
-    BwdSmem& smem = *reinterpret_cast<BwdSmem*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+    extern __shared__ __align__(1024) uint8_t raw[];
+    BwdSmem& smem = *reinterpret_cast<BwdSmem*>(raw);
+    if (smem_addr(raw) % 1024 != 0) __trap();  // the swizzle needs it
     int const chunk = blockIdx.x, kv_head = blockIdx.y;
     int const first = chunk * p.per_chunk, count = min(p.per_chunk, p.tiles - first);
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; ++i) {
-            mbar_init(&smem.full[i], 1);
-            mbar_init(&smem.empty[i], 8);  // one arrival a consumer warp
+            mbar_init(&smem.full[i], 1 + 32);  // bytes announced, and the lse of each lane
+            mbar_init(&smem.empty[i], 8);      // one arrival a consumer warp
         }
         mbar_init(&smem.consumed, 8);
         fence_barrier_init();
     }
     __syncthreads();
     if (threadIdx.x >= 256) {
-        reg_dec<24>();
-        if (threadIdx.x == 256) produce(p, smem, kv_head, first, count);
+        reg_dec<32>();
+        if (threadIdx.x < 256 + 32) produce(p, smem, kv_head, first, count);
     } else if (threadIdx.x < 128) {
         reg_inc<240>();
-        consume<T, 0>(p, smem, chunk, kv_head, first, count);
+        consume<T, 0>(p, smem, first, count);
     } else {
         reg_inc<240>();
-        consume<T, 1>(p, smem, chunk, kv_head, first, count);
+        consume<T, 1>(p, smem, first, count);
     }
 }
 
@@ -348,7 +329,7 @@ __global__ void __launch_bounds__(128) border_kernel(__grid_constant__ BwdParams
     int const first = chunk * p.per_chunk, count = min(p.per_chunk, p.tiles - first);
     int const key = threadIdx.x / 8, d0 = threadIdx.x % 8 * 8;
     float const scale = which == 0 ? 1.f : p.scale;
-    T* const out = static_cast<T*>(which == 0 ? p.dv : p.dk);
+    T* const out = static_cast<T*>(which == 0 ? p.dv_rows : p.dk_rows);
     for (int j = max(0, kHalo - count); j < kHalo; ++j) {
         int const token = (first + count - kHalo + j) * kTileTokens + key;
         float const* const tail = border_block(p, which, 1, chunk, kv_head, j);
@@ -411,18 +392,20 @@ cudaError_t backward(Problem const& p, Tensor3 q, Tensor3 k, Tensor3 v, Tensor3 
     if (e == cudaSuccess) e = make_map(b.k, k, p.fp16, p.total, p.kv_heads, kTileTokens, 1);
     if (e == cudaSuccess) e = make_map(b.v, v, p.fp16, p.total, p.kv_heads, kTileTokens, 1);
     if (e == cudaSuccess) e = make_map(b.dout, dout, p.fp16, p.total, p.heads, kTileTokens, kGroup);
+    Tensor3 const dq_rows{dq, static_cast<int64_t>(p.heads) * kHeadDim, kHeadDim};
+    int64_t const kv_row = static_cast<int64_t>(p.kv_heads) * kHeadDim;
+    if (e == cudaSuccess) e = make_map(b.dq, dq_rows, p.fp16, p.total, p.heads, 2, kGroup);
+    if (e == cudaSuccess) e = make_map(b.dk, {dk, kv_row, kHeadDim}, p.fp16, p.total, p.kv_heads, kTileTokens, 1, 16);
+    if (e == cudaSuccess) e = make_map(b.dv, {dv, kv_row, kHeadDim}, p.fp16, p.total, p.kv_heads, kTileTokens, 1, 16);
     if (e != cudaSuccess) return e;
     Chunks const c = chunks_of(p);
     b.lse = lse;
     b.sinks = p.sinks;
-    b.cu_seqlens = p.cu_seqlens;
-    b.dq = dq;
-    b.dk = dk;
-    b.dv = dv;
+    b.seqs = {p.cu_seqlens, p.num_seqs, p.seq_length};
+    b.dk_rows = dk;
+    b.dv_rows = dv;
     b.border = static_cast<float*>(workspace);
     b.dsinks_parts = b.border + border_elements(p, c);
-    b.num_seqs = p.num_seqs;
-    b.seq_length = p.seq_length;
     b.total = p.total;
     b.kv_heads = p.kv_heads;
     b.window = p.window;

@@ -34,43 +34,55 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr int kNoSequence = 1 << 30;  // start() of a token outside every sequence: it sees no key
 
+struct Sequences {
+    int const* cu;  // (count + 1,) or nullptr: sequences of `length` tokens each
+    int count, length;
+};
+
 // First token of the sequence a token belongs to, for tokens asked in ascending order.
 struct SequenceCursor {
-    int const* cu;  // (count + 1,) or nullptr: sequences of `length` tokens each
-    int count, length, index, begin, end;
+    int index, begin, end;
 
-    __device__ __forceinline__ SequenceCursor(int const* cu_seqlens, int num_seqs, int seq_length, int token)
-        : cu(cu_seqlens), count(num_seqs), length(seq_length), index(0) {
-        if (cu == nullptr) {
-            begin = token / length * length;
-            end = begin + length;
+    __device__ __forceinline__ SequenceCursor(Sequences const& seqs, int token) : index(0) {
+        if (seqs.cu == nullptr) {
+            begin = token / seqs.length * seqs.length;
+            end = begin + seqs.length;
             return;
         }
-        int lo = 0, hi = count;  // first index whose end lies beyond the token
-        while (lo < hi) {
-            int const mid = (lo + hi) >> 1;
-            if (cu[mid + 1] > token) hi = mid;
-            else lo = mid + 1;
+        int hi = seqs.count;  // first index whose end lies beyond the token
+        while (index < hi) {
+            int const mid = (index + hi) >> 1;
+            if (seqs.cu[mid + 1] > token) hi = mid;
+            else index = mid + 1;
         }
-        index = lo;
-        load();
+        load(seqs);
     }
-    __device__ __forceinline__ void load() {
-        bool const inside = index < count;
-        begin = inside ? cu[index] : kNoSequence;
-        end = inside ? cu[index + 1] : 2 * (kNoSequence - 1);
+    __device__ __forceinline__ void load(Sequences const& seqs) {
+        bool const inside = index < seqs.count;
+        begin = inside ? seqs.cu[index] : kNoSequence;
+        end = inside ? seqs.cu[index + 1] : 2 * (kNoSequence - 1);
     }
-    __device__ __forceinline__ int start(int token) {
+    __device__ __forceinline__ int start(Sequences const& seqs, int token) {
         while (token >= end) {
-            if (cu == nullptr) {
+            if (seqs.cu == nullptr) {
                 begin = end;
-                end += length;
+                end += seqs.length;
             } else {
                 ++index;
-                load();
+                load(seqs);
             }
         }
         return begin;
+    }
+};
+
+// Start address field of a descriptor (see smem_desc_sw128) as 32-bit arithmetic: the compiler then needs one uniform
+// register move a product, where 64-bit sums take six instructions.
+struct Operand {
+    uint32_t low;
+    __device__ __forceinline__ explicit Operand(uint32_t addr) : low(addr >> 4 | 1u << 16) {}
+    __device__ __forceinline__ uint64_t at(uint32_t bytes) const {
+        return static_cast<uint64_t>(0x40000040u) << 32 | (low + (bytes >> 4));
     }
 };
 

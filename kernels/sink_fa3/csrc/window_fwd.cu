@@ -17,8 +17,7 @@ struct FwdParams {
     CUtensorMap q, k, v, out;
     float* lse;
     float const* sinks;
-    int const* cu_seqlens;
-    int num_seqs, seq_length;
+    Sequences seqs;
     int total, window;
     int tiles, per_chunk;
     float scale_log2;
@@ -29,9 +28,10 @@ struct FwdSmem {
     uint8_t v[kRing * kBlockBytes];
     uint8_t q[kStages][kTileBytes];
     uint8_t out[kTileBytes];
+    float lse[kStages][kGroup][kTileTokens];
     uint64_t full[kStages], empty[kStages];
 };
-constexpr int kSmemBytes = sizeof(FwdSmem) + 1024;  // slack to align the base to 1024 bytes
+constexpr int kSmemBytes = sizeof(FwdSmem);
 
 // Starts the loads of tile n: its Q, and the key blocks no earlier tile of this CTA has seen.
 __device__ __forceinline__ void load_tile(FwdParams const& p, FwdSmem& smem, int kv_head, int first, int n) {
@@ -45,6 +45,24 @@ __device__ __forceinline__ void load_tile(FwdParams const& p, FwdSmem& smem, int
         load_key_block<true>(smem.k, &p.k, bar, kv_head, block0 + b, b);
         load_key_block<false>(smem.v, &p.v, bar, kv_head, block0 + b, b);
     }
+}
+
+// When all warps are done with tile n, one warp stores its lse (a thread 4 tokens of one head: the consumers' own 4-byte stores
+// cost a quarter of a sector each and a wait at every fence) and starts the loads of the tile that takes its stage.
+__device__ __forceinline__ void finish_tile(FwdParams const& p, FwdSmem& smem, int kv_head, int first, int count, int n) {
+    int const stage = n % kStages, lane = threadIdx.x % 32, token = (first + n) * kTileTokens + lane % 4 * 4;
+    mbar_wait(&smem.empty[stage], n / kStages & 1);
+    float const* const x = &smem.lse[stage][lane / 4][lane % 4 * 4];
+    float* const to = p.lse + static_cast<int64_t>(kv_head * kGroup + lane / 4) * p.total + token;
+    if (p.total % 4 == 0) {
+        if (token < p.total) *reinterpret_cast<float4*>(to) = *reinterpret_cast<float4 const*>(x);
+    } else {
+        for (int i = 0; i < 4; ++i)
+            if (token + i < p.total) to[i] = x[i];
+    }
+    __syncwarp();
+    if (lane == 0 && n + kStages < count) load_tile(p, smem, kv_head, first, n + kStages);
+    __syncwarp();
 }
 
 // Softmax in place of the scores of a thread's two rows: s becomes exp2(s * scale - max). Returns log2 of the row sums, sink
@@ -68,48 +86,41 @@ __device__ __forceinline__ void softmax(float (&s)[kCols / 2], float scale_log2,
         }
         // sink2 == base also where both are +inf, which would otherwise give NaN.
         float const sum = quad_sum(sum0 + sum1) + (sink2 == base ? 1.f : exp2_approx(sink2 - base));
-        lse2[r] = sum == 0.f ? -INFINITY : base + log2f(sum);
-        inv[r] = sum == 0.f ? 0.f : 1.f / sum;
+        lse2[r] = base + __log2f(sum);  // sum is 0 (-inf) or at least 1: the largest term is exp2(0)
+        inv[r] = sum == 0.f ? 0.f : __fdividef(1.f, sum);
     }
 }
 
 template <typename T, int kWG>
 __device__ __forceinline__ void consume(FwdParams const& p, FwdSmem& smem, int kv_head, int first, int count) {
     int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, quad = lane % 4;
-    int const head = kv_head * kGroup + lane / 4;
-    float const sink2 = p.sinks == nullptr ? -INFINITY : p.sinks[head] * kLog2e;
+    float const sink2 = p.sinks == nullptr ? -INFINITY : p.sinks[kv_head * kGroup + lane / 4] * kLog2e;
     int const offset = kWG * 8 + 2 * warp;  // this warp's two tokens in the tile
-    SequenceCursor cursor(p.cu_seqlens, p.num_seqs, p.seq_length, first * kTileTokens + offset);
+    SequenceCursor cursor(p.seqs, first * kTileTokens + offset);
     uint8_t* const out_rows = smem.out + (kWG * 4 + warp) * 2048;
     uint32_t const out_addr = smem_addr(out_rows) + (lane % 16) * 128;  // stmatrix: lanes 0-15 left halves, 16-31 right
-    uint64_t const desc_k = smem_desc_sw128(smem_addr(smem.k) + kWG * 1024);
-    uint64_t const desc_v = smem_desc_sw128(smem_addr(smem.v));
     int slot = 0;  // ring slot of the tile's first key block
 
     for (int n = 0; n < count; ++n) {
         int const stage = n % kStages;
+        mbar_wait(&smem.full[stage], n / kStages & 1);
+        float s[kCols / 2];
+        {
+            Operand const q(smem_addr(smem.q[stage]) + kWG * 8192), k(smem_addr(smem.k) + slot * kBlockBytes + kWG * 1024);
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < 4; ++i) Wgmma<T, kCols, 0>::ss(s, q.at(i * 32), k.at(i * 32), i > 0);
+            wgmma_commit();
+        }
+        if (kWG == 0 && warp == 0 && n > 0) finish_tile(p, smem, kv_head, first, count, n - 1);
         int const token = (first + n) * kTileTokens + offset;
         int const column0 = (first + n) * kTileTokens - kMaxWindow + kWG * 8;
         int lo[2], hi[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            lo[r] = max(token + r - p.window + 1, cursor.start(token + r)) - column0;
-            hi[r] = token + r - column0;
+            lo[r] = max(token + r - p.window + 1, cursor.start(p.seqs, token + r)) - column0;
+            hi[r] = offset % 8 + r + kMaxWindow;
         }
-        mbar_wait(&smem.full[stage], n / kStages & 1);
-
-        float s[kCols / 2];
-        uint64_t const desc_q = smem_desc_sw128(smem_addr(smem.q[stage]) + kWG * 8192);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-            Wgmma<T, kCols, 0>::ss(s, desc_advance(desc_q, k * 32), desc_advance(desc_k, slot * kBlockBytes + k * 32), k > 0);
-        wgmma_commit();
-        if (kWG == 0 && threadIdx.x == 0 && n > 0 && n + 1 < count) {
-            mbar_wait(&smem.empty[(n + 1) % kStages], (n - 1) / kStages & 1);  // tile n - 1 has left the stage
-            load_tile(p, smem, kv_head, first, n + 1);
-        }
-        __syncwarp();
         wgmma_wait<0>();
         keep(s);
 
@@ -121,20 +132,21 @@ __device__ __forceinline__ void consume(FwdParams const& p, FwdSmem& smem, int k
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j) key_fragment<T, kWG>(s, j, a[j]);
         float o[kHeadDim / 2];
+        Operand const v(smem_addr(smem.v));
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j) {
             int const at = slot + j < kRing ? slot + j : slot + j - kRing;
-            Wgmma<T, kHeadDim, 1>::rs(o, a[j], desc_advance(desc_v, at * kBlockBytes), j > 0);
+            Wgmma<T, kHeadDim, 1>::rs(o, a[j], v.at(at * kBlockBytes), j > 0);
         }
         wgmma_commit();
         if (quad == 0) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r)
-                if (token + r < p.total) p.lse[static_cast<int64_t>(head) * p.total + token + r] = lse2[r] * kLn2;
+            for (int r = 0; r < 2; ++r) smem.lse[stage][lane / 4][offset + r] = lse2[r] * kLn2;
         }
         wgmma_wait<0>();
         keep(o);
+        __syncwarp();
         if (lane == 0) {
             mbar_arrive(&smem.empty[stage]);
             bulk_wait_read<0>();  // the previous tile's store has left shared memory
@@ -156,13 +168,15 @@ __device__ __forceinline__ void consume(FwdParams const& p, FwdSmem& smem, int k
         }
         slot = slot + 1 == kRing ? 0 : slot + 1;
     }
+    if (kWG == 0 && warp == 0) finish_tile(p, smem, kv_head, first, count, count - 1);
     if (lane == 0) bulk_wait_read<0>();
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 2) forward_kernel(__grid_constant__ FwdParams const p) {
-    extern __shared__ uint8_t raw[];
-    FwdSmem& smem = *reinterpret_cast<FwdSmem*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+    extern __shared__ __align__(1024) uint8_t raw[];
+    FwdSmem& smem = *reinterpret_cast<FwdSmem*>(raw);
+    if (smem_addr(raw) % 1024 != 0) __trap();  // the swizzle needs it
     int const kv_head = blockIdx.y, first = blockIdx.x * p.per_chunk, count = min(p.per_chunk, p.tiles - first);
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; ++i) {
@@ -194,9 +208,7 @@ cudaError_t forward(Problem const& p, Tensor3 q, Tensor3 k, Tensor3 v, void* out
     Chunks const c = split(p.total, p.kv_heads, 2 * multiprocessors(), 1);
     f.lse = lse;
     f.sinks = p.sinks;
-    f.cu_seqlens = p.cu_seqlens;
-    f.num_seqs = p.num_seqs;
-    f.seq_length = p.seq_length;
+    f.seqs = {p.cu_seqlens, p.num_seqs, p.seq_length};
     f.total = p.total;
     f.window = p.window;
     f.tiles = c.tiles;

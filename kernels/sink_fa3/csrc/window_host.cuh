@@ -24,17 +24,21 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
     return encoder;
 }
 
-// Map of (tokens, heads, 64) with boxes of `box_tokens` x `box_heads` x 64 in the 128-byte swizzle.
-inline cudaError_t make_map(CUtensorMap& map, Tensor3 const& t, bool fp16, int tokens, int heads, int box_tokens, int box_heads) {
+// Map of (tokens, heads, 64) with boxes of `box_tokens` x `box_heads` x `box_dim`: whole rows (64) in the 128-byte swizzle,
+// parts of rows unswizzled.
+inline cudaError_t make_map(CUtensorMap& map, Tensor3 const& t, bool fp16, int tokens, int heads, int box_tokens, int box_heads,
+                            int box_dim = kHeadDim) {
     auto const encode = tensor_map_encoder();
     if (encode == nullptr) return cudaErrorNotSupported;
     cuuint64_t const dims[3] = {kHeadDim, static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(tokens)};
     cuuint64_t const strides[2] = {static_cast<cuuint64_t>(t.stride_head) * 2, static_cast<cuuint64_t>(t.stride_token) * 2};
-    cuuint32_t const box[3] = {kHeadDim, static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_tokens)};
+    cuuint32_t const box[3] = {static_cast<cuuint32_t>(box_dim), static_cast<cuuint32_t>(box_heads),
+                               static_cast<cuuint32_t>(box_tokens)};
     cuuint32_t const steps[3] = {1, 1, 1};
     CUresult const r = encode(&map, fp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
                               const_cast<void*>(t.data), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                              box_dim == kHeadDim ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

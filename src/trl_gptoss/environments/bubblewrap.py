@@ -176,7 +176,8 @@ class _Spawner:
                 "0555",
             )
         passed = [control, trainer, *(fd for fd, _ in programs.values())]
-        options = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv"]
+        # no --die-with-parent: Linux would kill it with the thread that starts it. The spawner watches `trainer`.
+        options = ["--unshare-all", "--unshare-user", "--new-session", "--clearenv"]
         map_uids = _mapped_root()
         if map_uids:
             block_read, block_write = os.pipe()
@@ -297,6 +298,7 @@ def _environment(files: RuntimeFiles) -> dict[str, str]:
         "HOME": "/tmp",
         "OMP_NUM_THREADS": "1",  # numpy would start a thread per core
         "OPENBLAS_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "2",  # each arena reserves 64 MiB of the address space
     }
 
 

@@ -12,7 +12,7 @@ import torch
 from .kernels_gemm import PAD, grouped_gemm, grouped_wgrad
 from .kernels_route import sort_by_expert
 from .kernels_rowwise import combine, gate_backward, gather_rows, padded_rows, router_gradient, sum_tiles
-from .params import Activation, ExpertParams, Gradients, Needs, Saved, gradient_buffers
+from .params import Activation, ExpertParams, Gradients, Needs, Saved
 from .tuning import low_rank_config, low_rank_wgrad_config, tile_config
 
 # Rows of the second product wait in a buffer until the k rows of a token are summed. Wide inputs do it in blocks of
@@ -83,7 +83,7 @@ def forward(
     keep: bool,
 ) -> tuple[torch.Tensor, Saved]:
     """Output (T, H) and, with `keep`, what backward needs."""
-    (tokens, top_k), experts = index.shape, params.gate_up.shape[0]
+    top_k, experts = index.shape[1], params.gate_up.shape[0]
     M, width = index.numel(), x.shape[1]
     hidden = x.new_empty(M, params.down.shape[1])
     saved = first_product(x, index, params, activation, keep=keep, hidden=hidden)
@@ -129,18 +129,24 @@ def backward(
         grad (`(T, H)`): Gradient of the output.
         into (`ExpertParams`, *optional*): fp32 buffers to which the parameter gradients are added.
     """
-    (tokens, top_k), experts = index.shape, params.gate_up.shape[0]
+    top_k, experts = index.shape[1], params.gate_up.shape[0]
     order, offsets = saved.order, saved.offsets
     M, intermediate = order.numel(), params.down.shape[1]
-    accumulate = into is not None
-    out = into if into is not None else gradient_buffers(params, needs, None, zero=False)
+    found: dict[str, torch.Tensor] = {}
 
-    def wgrad(kernel, a, b, target, **padded):
+    def target(name: str) -> torch.Tensor:
+        """Buffer of one parameter gradient, made when it is needed: early buffers would add to the peak."""
+        if into is not None:
+            return getattr(into, name)
+        found[name] = torch.empty_like(getattr(params, name), memory_format=torch.contiguous_format)
+        return found[name]
+
+    def wgrad(kernel: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **padded: bool) -> None:
         if kernel == "low":
-            config = low_rank_wgrad_config(target.shape[1], target.shape[2])
+            config = low_rank_wgrad_config(out.shape[1], out.shape[2])
         else:
             config = tile_config(kernel, M, experts, x)
-        grouped_wgrad(a, b, target, offsets, config, accumulate=accumulate, **padded)
+        grouped_wgrad(a, b, out, offsets, config, accumulate=into is not None, **padded)
 
     thin = None
     if params.lora_down_in is not None:
@@ -173,46 +179,52 @@ def backward(
     d_gate_up, weighted_hidden = saved.gate_up, d_hidden
     d_weight = router_gradient(dots, grad, params.down_bias, index, weight.dtype) if needs.weight else None
     if needs.gate_up_bias:
-        sum_tiles(bias_partial, offsets, out.gate_up_bias, accumulate)
+        sum_tiles(bias_partial, offsets, target("gate_up_bias"), into is not None)
+        del bias_partial
     low = None
     if needs.lora_down_out:
         low = _low_rank(weighted_hidden, params.lora_down_in, order, offsets, top_k)
     if needs.lora_down_in:
-        wgrad("low", weighted_hidden, thin, out.lora_down_in)
+        wgrad("low", weighted_hidden, thin, target("lora_down_in"))
     if needs.down or needs.down_bias or needs.lora_down_out:
         rows = padded_rows(M, experts)
         blocks = _column_blocks(M, grad.shape[1], grad)
         partial = grad.new_empty(rows // PAD, grad.shape[1], dtype=torch.float32) if needs.down_bias else None
         copy = grad.new_empty(rows, blocks[0][1]) if needs.down or needs.lora_down_out else None
+        d_down = target("down") if needs.down else None
+        d_lora = target("lora_down_out") if needs.lora_down_out else None
         for begin, end in blocks:
             sorted_grad = None if copy is None else copy[:, : end - begin]
             part = None if partial is None else partial[:, begin:end]
-            gather_rows(
-                grad[:, begin:end], order, offsets, top_k, out=sorted_grad, weight=weight, partial=part
-            )
+            gather_rows(grad[:, begin:end], order, offsets, top_k, out=sorted_grad, weight=weight, partial=part)
             if needs.down:
-                wgrad("wgrad_down", weighted_hidden, sorted_grad, out.down[:, :, begin:end], padded_b=True)
+                wgrad("wgrad_down", weighted_hidden, sorted_grad, d_down[:, :, begin:end], padded_b=True)
             if needs.lora_down_out:
-                wgrad("low", low, sorted_grad, out.lora_down_out[:, :, begin:end], padded_b=True)
+                wgrad("low", low, sorted_grad, d_lora[:, :, begin:end], padded_b=True)
         if needs.down_bias:
-            sum_tiles(partial, offsets, out.down_bias, accumulate)
+            sum_tiles(partial, offsets, target("down_bias"), into is not None)
         del copy, partial
-    del weighted_hidden, d_hidden, bias_partial, dots, low
+    del weighted_hidden, d_hidden, dots, low
 
     thin = None
     if params.lora_up_in is not None:
         thin = _low_rank(d_gate_up, params.lora_up_out, order, offsets, top_k, transpose=True)
     if needs.gate_up or needs.lora_up_in:
-        copy = x.new_empty(padded_rows(M, experts), x.shape[1])
-        gather_rows(x, order, offsets, top_k, out=copy)
-        if needs.gate_up:
-            wgrad("wgrad_up", copy, d_gate_up, out.gate_up, padded_a=True)
-        if needs.lora_up_in:
-            wgrad("low", copy, thin, out.lora_up_in, padded_a=True)
+        blocks = _column_blocks(M, x.shape[1], x)
+        copy = x.new_empty(padded_rows(M, experts), blocks[0][1])
+        d_up = target("gate_up") if needs.gate_up else None
+        d_lora = target("lora_up_in") if needs.lora_up_in else None
+        for begin, end in blocks:
+            sorted_x = copy[:, : end - begin]
+            gather_rows(x[:, begin:end], order, offsets, top_k, out=sorted_x)
+            if needs.gate_up:
+                wgrad("wgrad_up", sorted_x, d_gate_up, d_up[:, begin:end], padded_a=True)
+            if needs.lora_up_in:
+                wgrad("low", sorted_x, thin, d_lora[:, begin:end], padded_a=True)
         del copy
     if needs.lora_up_out:
         low = _low_rank(x, params.lora_up_in, order, offsets, top_k, gather=True)
-        wgrad("low", low, d_gate_up, out.lora_up_out)
+        wgrad("low", low, d_gate_up, target("lora_up_out"))
     low_rank = None if thin is None else (thin, params.lora_up_in.transpose(1, 2).contiguous())
     d_x = None
     if needs.x:
@@ -234,4 +246,6 @@ def backward(
                 columns=(begin, end),
             )
             combine(buffer, index, d_x[:, begin:end], experts)
-    return Gradients(d_x, d_weight, *out)
+    if into is not None:
+        return Gradients(d_x, d_weight, *into)
+    return Gradients(d_x, d_weight, *(found.get(name) for name in ExpertParams._fields))

@@ -4,8 +4,9 @@ Without tiling the biased first product is kept for backward. With `chunk` token
 kept: backward recomputes the first product tile by tile, so the peak of forward and backward is that of one tile.
 """
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -28,7 +29,7 @@ def _run_forward(x, index, weight, params, activation, chunk, keep) -> tuple[tor
     path = _path(x)
     if index.numel() == 0:
         return torch.zeros_like(x), _nothing(x, index)
-    with torch.autocast(x.device.type, enabled=False), _device(x):
+    with _undisturbed(x):
         if not chunk or chunk >= x.shape[0]:
             return path.forward(x, index, weight, params, activation, keep=keep and not chunk)
         out = torch.empty_like(x)
@@ -47,7 +48,7 @@ def _run_backward(grad, x, index, weight, params, activation, saved, needs, chun
         empty = torch.zeros_like(weight) if needs.weight else None
         return Gradients(torch.zeros_like(x) if needs.x else None, empty, *gradient_buffers(params, needs, None, True))
     grad = grad.contiguous()
-    with torch.autocast(x.device.type, enabled=False), _device(x):
+    with _undisturbed(x):
         if not chunk:
             return path.backward(grad, x, index, weight, params, activation, saved, needs)
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -69,8 +70,19 @@ def _tiles(tokens: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
 
 
-def _device(x: torch.Tensor) -> Any:
-    return torch.cuda.device_of(x)
+def _undisturbed(x: torch.Tensor) -> AbstractContextManager:
+    """Autocast off and the device of `x` current; nothing at all where that already holds (decoding)."""
+    if torch.is_autocast_enabled(x.device.type):
+        return _without_autocast(x)
+    if x.is_cuda and torch.cuda.current_device() != x.device.index:
+        return torch.cuda.device(x.device)
+    return nullcontext()
+
+
+@contextmanager
+def _without_autocast(x: torch.Tensor) -> Iterator[None]:
+    with torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
+        yield
 
 
 class _Experts(torch.autograd.Function):

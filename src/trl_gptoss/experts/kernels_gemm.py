@@ -15,11 +15,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .tuning import TileConfig
+from .tuning import TileConfig, cdiv, next_power_of_2
 
 PAD = 64  # rows per padded block of an expert; a multiple of every contraction step of `grouped_wgrad`
-PLAIN, BIASED, GATE, WEIGHTED = 0, 1, 2, 3
-_PLAIN, _GATE, _WEIGHTED = tl.constexpr(PLAIN), tl.constexpr(GATE), tl.constexpr(WEIGHTED)
 
 
 @triton.jit
@@ -73,7 +71,9 @@ def _grouped_gemm_kernel(
     GATHER: tl.constexpr,
     SCATTER: tl.constexpr,
     TRANS_B: tl.constexpr,
-    EPILOGUE: tl.constexpr,
+    BIASED: tl.constexpr,
+    GATED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     STORE_C: tl.constexpr,
     RANK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -103,7 +103,7 @@ def _grouped_gemm_kernel(
         n = column_begin + local
         n_mask = local < columns
         inner = tl.arange(0, BK)
-        if GATHER or SCATTER or EPILOGUE == _WEIGHTED:
+        if GATHER or SCATTER or WEIGHTED:
             assignment = tl.load(order_ptr + rows, mask=row_mask, other=0)
         if not TMA_A:
             if GATHER:
@@ -113,9 +113,13 @@ def _grouped_gemm_kernel(
             a_ptrs = a + source.to(tl.int64)[:, None] * stride_a + inner[None, :]
         if not TMA_B:
             if TRANS_B:
-                b_ptrs = b + expert.to(tl.int64) * stride_b_expert + n.to(tl.int64)[None, :] * stride_b + inner[:, None]
+                b_ptrs = (
+                    b + expert.to(tl.int64) * stride_b_expert + n.to(tl.int64)[None, :] * stride_b + inner[:, None]
+                )
             else:
-                b_ptrs = b + expert.to(tl.int64) * stride_b_expert + inner.to(tl.int64)[:, None] * stride_b + n[None, :]
+                b_ptrs = (
+                    b + expert.to(tl.int64) * stride_b_expert + inner.to(tl.int64)[:, None] * stride_b + n[None, :]
+                )
 
         acc = tl.zeros((BM, BN), tl.float32)
         for step in range(0, k_steps):
@@ -154,10 +158,10 @@ def _grouped_gemm_kernel(
             )
             acc = tl.dot(low, up, acc, input_precision=PRECISION)
 
-        if EPILOGUE != _PLAIN:
+        if BIASED:
             bias = tl.load(bias_ptr + expert.to(tl.int64) * N + n, mask=n_mask, other=0.0).to(tl.float32)
             acc += bias[None, :]
-        if EPILOGUE == _WEIGHTED:
+        if WEIGHTED:
             weight = tl.load(weight_ptr + assignment, mask=row_mask, other=0.0).to(tl.float32)
             acc *= weight[:, None]
         if STORE_C:
@@ -170,7 +174,7 @@ def _grouped_gemm_kernel(
                 acc.to(c_ptr.dtype.element_ty),
                 mask=row_mask[:, None] & n_mask[None, :],
             )
-        if EPILOGUE == _GATE:
+        if GATED:
             gate, linear = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
             gate = tl.minimum(gate, limit)
             linear = tl.minimum(tl.maximum(linear, -limit), limit)
@@ -250,18 +254,22 @@ def grouped_gemm(
     K, N = (b.shape[2], b.shape[1]) if transpose_b else (b.shape[1], b.shape[2])
     begin, end = columns or (0, N)
     M = order.numel() if gather else a.shape[0]
-    row_tiles = triton.cdiv(M, config.bm) + min(experts, M)
-    programs = _programs(config, row_tiles * triton.cdiv(end - begin, config.bn), a.device)
+    row_tiles = cdiv(M, config.bm) + min(experts, M)
+    programs = _programs(config, row_tiles * cdiv(end - begin, config.bn), a.device)
     even_k = K % config.bk == 0
-    flat_b = b.reshape(-1, b.shape[2])
-    tma = config.tma and even_k
-    tma_a, tma_b = tma and not gather and _can_describe(a), tma and _can_describe(flat_b)
-    b_block = [config.bn, config.bk] if transpose_b else [config.bk, config.bn]
+    a_operand, b_operand, tma_a, tma_b = a, b, False, False
+    if config.tma and even_k:
+        flat_b = b.reshape(-1, b.shape[2])
+        tma_a, tma_b = not gather and _can_describe(a), _can_describe(flat_b)
+        if tma_a:
+            a_operand = TensorDescriptor.from_tensor(a, [config.bm, config.bk])
+        if tma_b:
+            b_block = [config.bn, config.bk] if transpose_b else [config.bk, config.bn]
+            b_operand = TensorDescriptor.from_tensor(flat_b, b_block)
     low, up = low_rank or (None, None)
-    epilogue = PLAIN if bias is None else GATE if gated is not None else WEIGHTED if weight is not None else BIASED
     _grouped_gemm_kernel[(programs,)](
-        TensorDescriptor.from_tensor(a, [config.bm, config.bk]) if tma_a else a,
-        TensorDescriptor.from_tensor(flat_b, b_block) if tma_b else b,
+        a_operand,
+        b_operand,
         bias,
         out,
         gated,
@@ -284,12 +292,14 @@ def grouped_gemm(
         limit,
         experts,
         programs,
-        E_POW2=triton.next_power_of_2(experts),
+        E_POW2=next_power_of_2(experts),
         TOP_K=top_k,
         GATHER=gather,
         SCATTER=scatter,
         TRANS_B=transpose_b,
-        EPILOGUE=epilogue,
+        BIASED=bias is not None,
+        GATED=gated is not None,
+        WEIGHTED=weight is not None,
         STORE_C=out is not None,
         RANK=0 if low is None else low.shape[1],
         PRECISION=_precision(a.dtype),
@@ -310,7 +320,7 @@ def grouped_gemm(
 def _grouped_wgrad_kernel(
     a,
     b,
-    c_ptr,
+    c,
     offsets_ptr,
     H,
     N,
@@ -327,6 +337,7 @@ def _grouped_wgrad_kernel(
     ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    TMA_STORE: tl.constexpr,
     FLATTEN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -364,14 +375,21 @@ def _grouped_wgrad_kernel(
                 k = step * BK + tl.arange(0, BK)
                 a_mask = m_mask[None, :] & (PAD_A | (k < count))[:, None]
                 b_mask = n_mask[None, :] & (PAD_B | (k < count))[:, None]
-                a_tile = tl.load(a + (begin_a + k).to(tl.int64)[:, None] * stride_a + m[None, :], mask=a_mask, other=0.0)
-                b_tile = tl.load(b + (begin_b + k).to(tl.int64)[:, None] * stride_b + n[None, :], mask=b_mask, other=0.0)
+                a_tile = tl.load(
+                    a + (begin_a + k).to(tl.int64)[:, None] * stride_a + m[None, :], mask=a_mask, other=0.0
+                )
+                b_tile = tl.load(
+                    b + (begin_b + k).to(tl.int64)[:, None] * stride_b + n[None, :], mask=b_mask, other=0.0
+                )
             acc = tl.dot(tl.trans(a_tile), b_tile, acc, input_precision=PRECISION)
-        c_ptrs = c_ptr + expert.to(tl.int64) * stride_c_expert + m.to(tl.int64)[:, None] * stride_c + n[None, :]
-        c_mask = m_mask[:, None] & n_mask[None, :]
-        if ACCUMULATE:
-            acc += tl.load(c_ptrs, mask=c_mask, other=0.0)
-        tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=c_mask)
+        if TMA_STORE:
+            c.store([expert, start_m, start_n], tl.reshape(acc.to(c.dtype), (1, BM, BN)))
+        else:
+            c_ptrs = c + expert.to(tl.int64) * stride_c_expert + m.to(tl.int64)[:, None] * stride_c + n[None, :]
+            c_mask = m_mask[:, None] & n_mask[None, :]
+            if ACCUMULATE:
+                acc += tl.load(c_ptrs, mask=c_mask, other=0.0)
+            tl.store(c_ptrs, acc.to(c.dtype.element_ty), mask=c_mask)
 
 
 def grouped_wgrad(
@@ -394,13 +412,14 @@ def grouped_wgrad(
         out (`(E, H, N)`, last dimension contiguous): Overwritten, or added to with `accumulate` (fp32 only).
     """
     experts, H, N = out.shape
-    tiles = experts * triton.cdiv(H, config.bm) * triton.cdiv(N, config.bn)
+    tiles = experts * cdiv(H, config.bm) * cdiv(N, config.bn)
     programs = _programs(config, tiles, a.device)
+    tma_store = config.tma_store and not accumulate and _can_describe(out[0]) and out.stride(0) * out.element_size() % 16 == 0
     tma = config.tma and padded_a != padded_b and _can_describe(a) and _can_describe(b)
     _grouped_wgrad_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [config.bk, config.bm]) if tma else a,
         TensorDescriptor.from_tensor(b, [config.bk, config.bn]) if tma else b,
-        out,
+        TensorDescriptor.from_tensor(out, [1, config.bm, config.bn]) if tma_store else out,
         offsets,
         H,
         N,
@@ -410,13 +429,14 @@ def grouped_wgrad(
         out.stride(1),
         experts,
         programs,
-        E_POW2=triton.next_power_of_2(experts),
+        E_POW2=next_power_of_2(experts),
         PAD_A=padded_a,
         PAD_B=padded_b,
         PAD=PAD,
         ACCUMULATE=accumulate,
         PRECISION=_precision(a.dtype),
         TMA=tma,
+        TMA_STORE=tma_store,
         FLATTEN=config.flatten,
         BM=config.bm,
         BN=config.bn,

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .tuning import cdiv, next_power_of_2
+
 # One-hot tile of a block, in elements: 64 registers per thread with 8 warps.
 _ONE_HOT_ELEMENTS = 16384
 _MAX_BLOCK = 1024
@@ -73,9 +75,9 @@ def sort_by_expert(index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
         `offsets` (`(E + 1,)`, int32): first row of every expert.
     """
     M = index.numel()
-    power = triton.next_power_of_2(num_experts)
-    block = min(_MAX_BLOCK, max(16, _ONE_HOT_ELEMENTS // power), max(16, triton.next_power_of_2(M)))
-    num_blocks = triton.cdiv(M, block)
+    power = next_power_of_2(num_experts)
+    block = min(_MAX_BLOCK, max(16, _ONE_HOT_ELEMENTS // power), max(16, next_power_of_2(M)))
+    num_blocks = cdiv(M, block)
     order = torch.empty(M, dtype=torch.int32, device=index.device)
     offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=index.device)
     warps = 8 if block * power >= 8192 else 4

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from .kernels_gemm import PAD, expert_tiles, locate_tile
+from .tuning import cdiv, next_power_of_2
 
-_SEGMENT = 192  # columns of the activation that one program walks
+_COLUMNS = 128  # columns of one program
 
 
 @triton.jit
@@ -33,15 +34,15 @@ def combine(rows: torch.Tensor, index: torch.Tensor, out: torch.Tensor, num_expe
     """`out[t] = sum of rows[t * k + slot]` over the slots whose expert is computed here; `rows` (M, C), `out` (T, C)."""
     tokens, top_k = index.shape
     columns = out.shape[1]
-    block = min(1024, triton.next_power_of_2(columns))
-    _combine_kernel[(tokens, triton.cdiv(columns, block))](
+    block = min(1024, next_power_of_2(columns))
+    _combine_kernel[(tokens, cdiv(columns, block))](
         rows, index, out, columns, rows.stride(0), out.stride(0), num_experts, TOP_K=top_k, BLOCK=block, num_warps=4
     )
 
 
 @triton.jit
 def _gate_backward_kernel(
-    gate_up_ptr,
+    pair_ptr,
     grad_ptr,
     order_ptr,
     offsets_ptr,
@@ -54,68 +55,68 @@ def _gate_backward_kernel(
     limit,
     E,
     E_POW2: tl.constexpr,
+    BITS: tl.constexpr,
     BIAS: tl.constexpr,
     KEEP: tl.constexpr,
-    SEGMENT: tl.constexpr,
     BM: tl.constexpr,
+    BR: tl.constexpr,
     BC: tl.constexpr,
 ):
+    # A gate value and its linear partner are one machine word: no shuffles, and half the address arithmetic. With
+    # separate loads this kernel is bound by instructions at three times its memory time.
+    half: tl.constexpr = tl.int16 if BITS == 16 else tl.int32
+    dtype = grad_ptr.dtype.element_ty
+    word = pair_ptr.dtype.element_ty
     running, row_tiles = expert_tiles(offsets_ptr, E, E_POW2, BM)
-    tile = tl.program_id(0)
+    column_tiles = tl.cdiv(I, BC)
+    tile = tl.program_id(0) // column_tiles
+    segment = tl.program_id(0) % column_tiles
+    column = segment * BC + tl.arange(0, BC)
+    c_mask = column < I
     if tile < row_tiles:
         expert, begin, end = locate_tile(offsets_ptr, running, tile, BM)
-        rows = begin + tl.arange(0, BM)
-        row_mask = rows < end
-        assignment = tl.load(order_ptr + rows, mask=row_mask, other=0)
-        weight = tl.load(weight_ptr + assignment, mask=row_mask, other=0.0).to(tl.float32)[:, None]
-        base = rows.to(tl.int64)[:, None]
-        segment = tl.program_id(1)
-        dot = tl.zeros((BM,), tl.float32)
-        for start in range(segment * SEGMENT, min(I, (segment + 1) * SEGMENT), BC):
-            column = start + tl.arange(0, BC)
-            pair = 2 * start + tl.arange(0, 2 * BC)
-            mask = row_mask[:, None] & (column < min(I, (segment + 1) * SEGMENT))[None, :]
-            pair_mask = row_mask[:, None] & (pair < 2 * min(I, (segment + 1) * SEGMENT))[None, :]
-            both = tl.load(gate_up_ptr + base * 2 * I + pair[None, :], mask=pair_mask, other=0.0).to(tl.float32)
-            grad = tl.load(grad_ptr + base * I + column[None, :], mask=mask, other=0.0).to(tl.float32)
-            gate_raw, linear_raw = tl.split(tl.reshape(both, (BM, BC, 2)))
+        gate_sum = tl.zeros((BR, BC), tl.float32)
+        linear_sum = tl.zeros((BR, BC), tl.float32)
+        for start in range(begin, min(begin + BM, end), BR):
+            rows = start + tl.arange(0, BR)
+            row_mask = rows < end
+            assignment = tl.load(order_ptr + rows, mask=row_mask, other=0)
+            weight = tl.load(weight_ptr + assignment, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+            mask = row_mask[:, None] & c_mask[None, :]
+            place = rows.to(tl.int64)[:, None] * I + column[None, :]
+            pair = tl.load(pair_ptr + place, mask=mask, other=0)
+            grad = tl.load(grad_ptr + place, mask=mask, other=0.0).to(tl.float32)
+            gate_raw = pair.to(half).to(dtype, bitcast=True).to(tl.float32)
+            linear_raw = (pair >> BITS).to(half).to(dtype, bitcast=True).to(tl.float32)
             gate = tl.minimum(gate_raw, limit)
             linear = tl.minimum(tl.maximum(linear_raw, -limit), limit) + 1.0
             sigmoid = 1.0 / (1.0 + tl.exp(-alpha * gate))
             glu = gate * sigmoid
-            h = linear * glu
-            dot += tl.sum(h * grad, axis=1)
+            hidden = linear * glu
+            dot = tl.sum(hidden * grad, axis=1)
+            tl.store(dot_ptr + assignment.to(tl.int64) * column_tiles + segment, dot, mask=row_mask)
             grad *= weight
-            d_linear = tl.where((linear_raw >= -limit) & (linear_raw <= limit), grad * glu, 0.0)
-            d_gate = grad * linear * (sigmoid + alpha * glu * (1.0 - sigmoid))
-            d_gate = tl.where(gate_raw <= limit, d_gate, 0.0)
-            d_both = tl.reshape(tl.join(d_gate, d_linear), (BM, 2 * BC))
-            tl.store(
-                gate_up_ptr + base * 2 * I + pair[None, :], d_both.to(gate_up_ptr.dtype.element_ty), mask=pair_mask
-            )
+            d_linear = tl.where(tl.abs(linear_raw) <= limit, grad * glu, 0.0)
+            d_gate = tl.where(gate_raw <= limit, grad * linear * (sigmoid + alpha * glu * (1.0 - sigmoid)), 0.0)
+            low = d_gate.to(dtype).to(half, bitcast=True).to(word) & ((1 << BITS) - 1)
+            high = d_linear.to(dtype).to(half, bitcast=True).to(word) << BITS
+            tl.store(pair_ptr + place, low | high, mask=mask)
             if KEEP:
-                tl.store(
-                    grad_ptr + base * I + column[None, :], (h * weight).to(grad_ptr.dtype.element_ty), mask=mask
-                )
+                tl.store(grad_ptr + place, (hidden * weight).to(dtype), mask=mask)
             if BIAS:
-                tl.store(
-                    bias_ptr + tile.to(tl.int64) * 2 * I + pair,
-                    tl.sum(d_both, axis=0),
-                    mask=pair < 2 * min(I, (segment + 1) * SEGMENT),
-                )
-        tl.store(dot_ptr + segment.to(tl.int64) * M + assignment, dot, mask=row_mask)
+                gate_sum += d_gate
+                linear_sum += d_linear
+        if BIAS:
+            partial = bias_ptr + tile.to(tl.int64) * 2 * I + 2 * column
+            tl.store(partial, tl.sum(gate_sum, axis=0), mask=c_mask)
+            tl.store(partial + 1, tl.sum(linear_sum, axis=0), mask=c_mask)
     elif tile == row_tiles:
         # `grouped_wgrad` reads past the last expert and multiplies by zero: what it finds must be finite
         rows = tl.load(offsets_ptr + E) + tl.arange(0, BM)
-        base = rows.to(tl.int64)[:, None]
-        segment = tl.program_id(1)
-        for start in range(segment * SEGMENT, min(I, (segment + 1) * SEGMENT), BC):
-            column = start + tl.arange(0, BC)
-            pair = 2 * start + tl.arange(0, 2 * BC)
-            mask = (rows < M)[:, None] & (column < I)[None, :]
-            pair_mask = (rows < M)[:, None] & (pair < 2 * I)[None, :]
-            tl.store(gate_up_ptr + base * 2 * I + pair[None, :], tl.zeros((BM, 2 * BC), gate_up_ptr.dtype.element_ty), pair_mask)
-            tl.store(grad_ptr + base * I + column[None, :], tl.zeros((BM, BC), grad_ptr.dtype.element_ty), mask)
+        place = rows.to(tl.int64)[:, None] * I + column[None, :]
+        mask = (rows < M)[:, None] & c_mask[None, :]
+        tl.store(pair_ptr + place, tl.zeros((BM, BC), word), mask=mask)
+        tl.store(grad_ptr + place, tl.zeros((BM, BC), dtype), mask=mask)
 
 
 def gate_backward(
@@ -139,17 +140,17 @@ def gate_backward(
         weight (`(M,)`, by assignment id): Router weights.
 
     Returns:
-        Partial sums of <activation, grad> (`(segments, M)`, by assignment id, fp32), and the partial sums of the
+        Partial sums of <activation, grad> (`(M, column tiles)`, by assignment id, fp32), and the partial sums of the
         gradient over rows (`(row tiles, 2 I)`, fp32) or `None`.
     """
     M, width = grad.shape
     experts = offsets.numel() - 1
-    row_tiles = padded_rows(M, experts) // PAD
-    segments = triton.cdiv(width, _SEGMENT)
-    dots = torch.empty(segments, M, dtype=torch.float32, device=grad.device)
+    row_tiles, column_tiles = padded_rows(M, experts) // PAD, cdiv(width, _COLUMNS)
+    dots = torch.empty(M, column_tiles, dtype=torch.float32, device=grad.device)
     partial = torch.empty(row_tiles, 2 * width, dtype=torch.float32, device=grad.device) if need_bias else None
-    _gate_backward_kernel[(row_tiles + 1, segments)](
-        gate_up,
+    bits = grad.element_size() * 8
+    _gate_backward_kernel[((row_tiles + 1) * column_tiles,)](
+        gate_up.view(torch.int32 if bits == 16 else torch.int64),
         grad,
         order,
         offsets,
@@ -161,13 +162,14 @@ def gate_backward(
         alpha,
         limit,
         experts,
-        E_POW2=triton.next_power_of_2(experts),
+        E_POW2=next_power_of_2(experts),
+        BITS=bits,
         BIAS=need_bias,
         KEEP=need_hidden,
-        SEGMENT=_SEGMENT,
         BM=PAD,
-        BC=32,
-        num_warps=8,
+        BR=8,
+        BC=_COLUMNS,
+        num_warps=4,
     )
     return dots, partial
 
@@ -193,12 +195,13 @@ def _gather_rows_kernel(
     BC: tl.constexpr,
 ):
     running, row_tiles = expert_tiles(offsets_ptr, E, E_POW2, BM)
-    tile = tl.program_id(0)
+    column_tiles = tl.cdiv(columns, BC)
+    tile = tl.program_id(0) // column_tiles
     if tile < row_tiles:
         expert, begin, end = locate_tile(offsets_ptr, running, tile, BM)
         rows = begin + tl.arange(0, BM)
         row_mask = rows < end
-        column = tl.program_id(1) * BC + tl.arange(0, BC)
+        column = tl.program_id(0) % column_tiles * BC + tl.arange(0, BC)
         c_mask = column < columns
         assignment = tl.load(order_ptr + rows, mask=row_mask, other=0)
         source = (assignment // TOP_K).to(tl.int64)[:, None] * stride_source
@@ -231,7 +234,7 @@ def gather_rows(
         partial (`(row tiles, C)`, fp32, *optional*): Receives the weighted sum of every block of `PAD` rows.
     """
     M, columns, experts = order.numel(), source.shape[1], offsets.numel() - 1
-    _gather_rows_kernel[(padded_rows(M, experts) // PAD, triton.cdiv(columns, 128))](
+    _gather_rows_kernel[(padded_rows(M, experts) // PAD * cdiv(columns, _COLUMNS),)](
         source,
         order,
         offsets,
@@ -243,19 +246,19 @@ def gather_rows(
         0 if out is None else out.stride(0),
         0 if partial is None else partial.stride(0),
         experts,
-        E_POW2=triton.next_power_of_2(experts),
+        E_POW2=next_power_of_2(experts),
         TOP_K=top_k,
         COPY=out is not None,
         SUM=partial is not None,
         BM=PAD,
-        BC=128,
+        BC=_COLUMNS,
         num_warps=8,
     )
 
 
 def padded_rows(rows: int, experts: int) -> int:
     """Upper bound of the padded row count, a multiple of `PAD`."""
-    return (triton.cdiv(rows, PAD) + min(experts, rows)) * PAD
+    return (cdiv(rows, PAD) + min(experts, rows)) * PAD
 
 
 @triton.jit
@@ -292,13 +295,13 @@ def _sum_tiles_kernel(
 def sum_tiles(partial: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, accumulate: bool = False) -> None:
     """Sum the partial sums of every expert: `partial` (row tiles, C) fp32 to `out` (E, C); unused experts get zero."""
     experts, columns = out.shape
-    _sum_tiles_kernel[(experts, triton.cdiv(columns, 128))](
+    _sum_tiles_kernel[(experts, cdiv(columns, 128))](
         partial,
         offsets,
         out,
         columns,
         experts,
-        E_POW2=triton.next_power_of_2(experts),
+        E_POW2=next_power_of_2(experts),
         ACCUMULATE=accumulate,
         BM=PAD,
         BT=16,
@@ -314,7 +317,6 @@ def _router_gradient_kernel(
     bias_ptr,
     index_ptr,
     out_ptr,
-    M,
     H,
     stride_grad,
     E,
@@ -338,7 +340,7 @@ def _router_gradient_kernel(
         total += grad[None, :] * bias.to(tl.float32)
     segment = tl.arange(0, SEGMENTS_POW2)
     dots = tl.load(
-        dots_ptr + segment[None, :] * M + (token * TOP_K + slot)[:, None],
+        dots_ptr + (token * TOP_K + slot)[:, None] * SEGMENTS + segment[None, :],
         mask=computed[:, None] & (segment < SEGMENTS)[None, :],
         other=0.0,
     )
@@ -356,22 +358,21 @@ def router_gradient(
     """Gradient of the router weights (T, k): <down output, grad> from the activation's dot products and the bias."""
     tokens, top_k = index.shape
     out = torch.empty(tokens, top_k, dtype=dtype, device=grad.device)
-    segments, M = dots.shape
+    segments = dots.shape[1]
     _router_gradient_kernel[(tokens,)](
         dots,
         grad,
         bias,
         index,
         out,
-        M,
         grad.shape[1],
         grad.stride(0),
         bias.shape[0],
         SEGMENTS=segments,
-        SEGMENTS_POW2=triton.next_power_of_2(segments),
+        SEGMENTS_POW2=next_power_of_2(segments),
         TOP_K=top_k,
-        K_POW2=triton.next_power_of_2(top_k),
-        BLOCK=min(1024, triton.next_power_of_2(grad.shape[1])),
+        K_POW2=next_power_of_2(top_k),
+        BLOCK=min(1024, next_power_of_2(grad.shape[1])),
         num_warps=4,
     )
     return out

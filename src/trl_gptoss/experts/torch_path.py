@@ -124,7 +124,9 @@ def backward(
     source = order // top_k
     weights = weight.reshape(-1)[order].unsqueeze(1)
     out = into if into is not None else gradient_buffers(params, needs, None, zero=True)
-    dots = weight.new_zeros(tokens * top_k, dtype=torch.promote_types(x.dtype, torch.float32)) if needs.weight else None
+    dots = (
+        weight.new_zeros(tokens * top_k, dtype=torch.promote_types(x.dtype, torch.float32)) if needs.weight else None
+    )
     d_rows = x.new_empty(rows, x.shape[1]) if needs.x else None
     for e, part in segments:
         grads = grad[source[part]]

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from .builtin_tools import BUILTIN_FUNCTIONS
 from .header import CHANNELS, CONTENT_TYPES
@@ -96,10 +96,14 @@ def _without_glued_word(name: str) -> list[str]:
     return [name.removesuffix(word) for word in (*CONTENT_TYPES, *CHANNELS) if name.endswith(word) and name != word]
 
 
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")  # Python's parser lets NaN and Infinity pass
+
+
 def read_arguments(text: str) -> tuple[dict[str, Any] | None, str | None]:
     """`(arguments, None)`, or `(None, anomaly)` if `text` is not a JSON object."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):  # ValueError also covers integers beyond Python's digit limit
         return None, "invalid_json"
     if not isinstance(value, dict):

@@ -4,7 +4,7 @@
      "tool_calls": [f(a=1)]}                     ->   assistant to=functions.f, channel commentary:    {"a":1}
     {"role": "tool", "content": "2"}                  functions.f to=assistant, channel commentary:    2
 
-A message that has a `channel` or a `recipient` key is a Harmony message already and is taken as it is.
+A message that has a `channel` or a `recipient` is a Harmony message already and is taken as it is.
 """
 
 import json
@@ -84,7 +84,7 @@ class Conversation:
             return [HarmonyMessage(role="developer", author="developer", content=text)]
         if role == "user":
             return [HarmonyMessage(role=role, author=role, content=text_of(message), name=message.get("name"))]
-        if "channel" in message or "recipient" in message:
+        if _is_harmony(message):
             return [self._remember(_as_given(message, "assistant"))]
         return self._assistant(message)
 
@@ -151,7 +151,7 @@ class Conversation:
             call = next((c for c in self._pending if name in (None, c.recipient, c.recipient.split(".")[-1])), None)
         if call is not None and call in self._pending:
             self._pending = [c for c in self._pending if c is not call]
-        if "channel" in message or "recipient" in message:
+        if _is_harmony(message):
             return _as_given(message, name or call.recipient)
         if name is None or (call is not None and name in (call.recipient, call.recipient.removeprefix("functions."))):
             author, channel = call.recipient, result_channel(call.recipient, call.channel)
@@ -168,6 +168,11 @@ def result_channel(recipient: str, call_channel: str | None) -> str:
     if recipient.startswith("functions."):
         return "commentary"
     return call_channel if call_channel in ("analysis", "commentary") else "analysis"
+
+
+def _is_harmony(message: dict[str, Any]) -> bool:
+    # Not by the keys alone: `datasets` gives every message of a column the keys of all of them, with None.
+    return message.get("channel") is not None or message.get("recipient") is not None
 
 
 def _as_given(message: dict[str, Any], author: str) -> HarmonyMessage:

@@ -19,6 +19,7 @@ OTHER_ROLES = ("user", "system", "developer", "tool")
 
 # Either `to=` with the word after it, or a word up to the next blank or the next `to=`.
 _ITEM = re.compile(r"to\s*=\s*(?P<recipient>\S*)|(?P<word>(?:(?!to\s*=)\S)+)")
+_ASSISTANT = re.compile(r"^(?:assistant)+")
 _RECIPIENT_NAME = re.compile(r"[\w.:/-]+")
 _TOOL_NAME = re.compile(r"functions\.|browser\.|python$")
 
@@ -75,31 +76,40 @@ class HeaderReader:
         if first is None:
             if self._opening is Opening.START:
                 self._note("missing_role")
-        elif first[0].startswith("assistant"):
-            self._assistant(first[0].removeprefix("assistant"))
-            first = None
-        elif self._opening is not Opening.PROMPT and self._is_other_role(first[0], section):
-            self.header.role = first[0]
-            first = None
-        elif first[0] in CHANNELS:
+        elif not self._read_role(first[0], section):
+            self._word_after_role(section, *first)
+        for word in words:
+            self._word_after_role(section, *word)
+
+    def _read_role(self, word: str, section: str) -> bool:
+        """Takes `word` for the role; `False` if it is none."""
+        if word.startswith("assistant"):
+            self._assistant(word)
+        elif self._opening is not Opening.PROMPT and self._is_other_role(word, section):
+            self.header.role = word
+        elif word in CHANNELS:
             self._note("missing_channel_token" if self._opening is Opening.PROMPT else "channel_as_role")
-            self._channels.append(first[0])
-            first = None
+            self._channels.append(word)
         elif self._opening is Opening.START:
             self._note("unknown_role")
-            self.header.role = first[0]
-            first = None
-        if first is not None:
-            self._format_or_rest(section, *first)
-        for word in words:
-            if not self._channels and word[0] in CHANNELS:
-                self._note("missing_channel_token")
-                self._channels.append(word[0])
-            else:
-                self._format_or_rest(section, *word)
+            self.header.role = word
+        else:
+            return False
+        return True
 
-    def _assistant(self, glued: str) -> None:
-        if self._opening is Opening.PROMPT:
+    def _word_after_role(self, section: str, word: str, position: int) -> None:
+        if not self._channels and word in CHANNELS:
+            self._note("missing_channel_token")
+            self._channels.append(word)
+            return
+        if word in CONTENT_TYPES:
+            self._note("misplaced_content_type")
+        self._format_or_rest(section, word, position)
+
+    def _assistant(self, word: str) -> None:
+        """`assistant`, perhaps several times, and what is glued to it."""
+        glued = _ASSISTANT.sub("", word)
+        if self._opening is Opening.PROMPT or len(word) - len(glued) > len("assistant"):
             self._note("repeated_role")
         if glued in CHANNELS:
             self._note("missing_channel_token")
@@ -130,6 +140,8 @@ class HeaderReader:
             end = first[1] + len(first[0])
             if end < len(section) and not section[end].isspace():
                 self._note("missing_space")  # `commentaryto=functions.f`
+            if first[1] > 0:
+                self._note("extra_space")  # `<|channel|> final`
             self._channels.append(name)
         for word in words:
             self._format_or_rest(section, *word)
@@ -143,6 +155,8 @@ class HeaderReader:
         if first is None:
             self._note("empty_content_type")
         elif first[0] in CONTENT_TYPES:
+            if self.header.content_type is not None and self._constrained == 1:
+                self._note("repeated_content_type")
             self.header.content_type = first[0]
         else:
             self._note("unknown_content_type")
@@ -187,6 +201,8 @@ class HeaderReader:
         """Words of a section with their positions; recipients are set aside."""
         for item in _ITEM.finditer(section):
             if item["word"] is None:
+                if item["recipient"] and item[0] != f"to={item['recipient']}":
+                    self._note("extra_space")  # `to = functions.f`
                 self._recipients.append(item["recipient"])
             else:
                 yield item["word"], item.start()

@@ -39,7 +39,7 @@ def render_prompt(
             The conversation so far. `system` and `developer` messages it begins with become the instructions of the
             developer message. Assistant messages may have `thinking` (or `reasoning_content`), `content` and
             `tool_calls`; `tool` messages answer them by `tool_call_id`, by `name`, or in order. Messages with a
-            `channel` or `recipient` key are Harmony messages and are rendered as they are.
+            `channel` or `recipient` are Harmony messages and are rendered as they are.
         tokenizer (`PreTrainedTokenizerBase`):
             A tokenizer with Harmony's control tokens.
         tools (`Iterable`, *optional*):

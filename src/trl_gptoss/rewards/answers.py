@@ -66,7 +66,7 @@ def stated_answer(text: str) -> tuple[str, str]:
         return "boxed", boxed
     phrases = list(_ANSWER.finditer(text))
     if phrases:
-        rest = text[phrases[-1].end() :].strip().lstrip("*").strip()
+        rest = text[phrases[-1].end() :].lstrip(":=* \t\n")
         line = rest.split("\n", 1)[0].strip()
         if line and line not in ("$$", "\\["):
             return "phrase", line

@@ -32,10 +32,10 @@ class MathChecker:
     Args:
         workers (`int`, *optional*): processes at most; they are started when needed. Defaults to the number of cores,
             but no more than 4.
-        seconds (`float`, *optional*, defaults to 5.0): wall-clock limit of one comparison; after it the worker is killed.
+        seconds (`float`, *optional*, defaults to 3.0): wall-clock limit of one comparison; after it the worker is killed.
     """
 
-    def __init__(self, *, workers: int | None = None, seconds: float = 5.0) -> None:
+    def __init__(self, *, workers: int | None = None, seconds: float = 3.0) -> None:
         self.workers = workers or min(4, os.cpu_count() or 1)
         self.seconds = seconds
         self._owner = -1

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -51,7 +52,8 @@ class LoopState:
     @classmethod
     def load(cls, directory: str, rank: int, device: torch.device) -> "LoopState":
         """Read what `save` wrote; tensors come to `device`."""
-        return cls(**torch.load(loop_state_path(directory, rank), map_location=device, weights_only=True))
+        state = torch.load(loop_state_path(directory, rank), map_location="cpu", weights_only=True)
+        return cls(**send_to_device(state, device))
 
 
 def loop_state_path(directory: str | Path, rank: int) -> Path:

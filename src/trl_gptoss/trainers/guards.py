@@ -17,7 +17,7 @@ _NO_PACKING = (
     "GPT-OSS gives no position_ids to the mask of this implementation, so the packed sequences attend to each other"
 )
 
-# Names are compared without their "paged|" prefix and "@revision" suffix.
+# Names are compared without an "@revision" or ":kernel" suffix.
 _REFUSED_ATTENTION = {
     "sdpa": _NO_SINK,
     "flash_attention_2": "transformers drops the sinks when the flash kernel has no argument for them",
@@ -26,15 +26,14 @@ _REFUSED_ATTENTION = {
     "kernels-community/flash-attn2": _NO_SINK,
     "kernels-community/flash-attn3": _NO_SINK,
     "kernels-community/vllm-flash-attn3": _FROZEN_SINK,
-    "kernels-community/metal-flash-sdpa": _FROZEN_SINK,
-    "kernels-community/aiter-flash-attn": _FROZEN_SINK,
+    "paged|eager": "it is made for generation from a paged cache, not for training batches",
 }
 _TRUSTED_ATTENTION = {ATTENTION, "eager", "flex_attention", "flash_attention_4"}
 _PADDED_ONLY = {"eager", "flex_attention"}
 
 _REFUSED_EXPERTS = {
     "sonicmoe": "it computes a plain SwiGLU instead of GPT-OSS's clamped one (alpha 1.702, limit 7, up + 1)",
-    "deepgemm": "its kernels have no backward",
+    "deepgemm": "it writes its products into plain buffers, so no gradient reaches the experts or what is below them",
     "batched_mm": "it gathers a copy of the expert weights for every token (133 MB per token and layer of the 120B), "
     "which no training batch fits into memory",
 }
@@ -54,7 +53,7 @@ def check_attention(config: PretrainedConfig, *, packed: bool = False) -> None:
     if not is_gpt_oss(config):
         return
     found = config.get_text_config()._attn_implementation
-    name = found.removeprefix("paged|").split("@")[0].split(":")[0]
+    name = found.split("@")[0].split(":")[0]
     if name in _REFUSED_ATTENTION:
         reason = _REFUSED_ATTENTION[name]
     elif "/" in name:
@@ -88,9 +87,9 @@ def check_experts(model: PreTrainedModel) -> None:
         )
     if model.use_kernels:
         raise ValueError(
-            "use_kernels=True cannot train GPT-OSS: it replaces whole layers (the experts among them) by kernels from "
-            f"the Hub that were made for inference. Load the model without it; experts_implementation={EXPERTS!r} is "
-            "the fast way to train the experts."
+            "use_kernels=True cannot train GPT-OSS here: it replaces the whole mixture of experts by a kernel from the "
+            "Hub, so that experts_implementation has no effect, and nothing is known about that kernel's gradients. Load "
+            f"the model without it; experts_implementation={EXPERTS!r} is the fast way to train the experts."
         )
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput
@@ -54,6 +55,11 @@ class ResumableMixin(GRPOTrainer):
 
     def _start_epoch(self, epoch: int) -> None:
         """Called before the order of an epoch is drawn."""
+
+    def _agree_on_signal(self, number: int | None) -> int | None:
+        """The signal that any rank got, on all ranks."""
+        numbers = self.accelerator.gather(torch.tensor([number or 0], device=self.accelerator.device))
+        return int(numbers.max()) or None
 
     def _loop_state(self) -> LoopState:
         per_generation = self.args.steps_per_generation * self.num_iterations
@@ -158,8 +164,9 @@ class _StepWatch(TrainerCallback):
         trainer = self.trainer
         trainer._optimizer_is_stepping = False
         trainer._take_snapshot()
-        requested = trainer._interruption.requested is not None
-        if trainer._any_rank(requested) if args.world_size > 1 else requested:
+        if args.world_size > 1:
+            trainer._interruption.requested = trainer._agree_on_signal(trainer._interruption.requested)
+        if trainer._interruption.requested is not None:
             control.should_save = args.save_strategy != SaveStrategy.NO
             control.should_training_stop = True
         else:

@@ -1,0 +1,79 @@
+"""Two real processes over gloo."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+SCRIPT = Path(__file__).with_name("two_ranks.py")
+
+
+def launch(folder, *what, timeout=240):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*command, str(SCRIPT), str(folder), *what],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {w: [json.loads((folder / f"{w}_{rank}.json").read_text()) for rank in range(2)] for w in what}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """Starting processes takes longer than what they do: one launch for the fast tests."""
+    return launch(tmp_path_factory.mktemp("ranks"), "unequal", "collective", "vllm", "sharded")
+
+
+@pytest.mark.parametrize("backend", ["unequal", "collective"])
+def test_unequal_rollouts_do_not_hang_and_every_rank_keeps_its_own(seen, backend):
+    ranks = seen[backend]
+    for rank, result in enumerate(ranks):
+        assert len(result["seen"]) == 3 * 4
+        for own, text, turns in result["seen"]:
+            assert own and text == f"rank {rank}" and turns == (5 if rank else 1)
+    assert ranks[0]["weights"] == ranks[1]["weights"]
+    [first, *_] = ranks[0]["logs"]
+    assert first["tools/call_frequency"] == 2.0 and first["tools/failure_frequency"] == 1.0  # of both ranks
+
+
+def test_vllm_server_mode_gives_every_rank_its_own_completions(seen):
+    ranks = seen["vllm"]
+    assert all(ours for result in ranks for ours, _, _ in result["seen"])
+    assert all(result["synced"] == 5 and result["stop"] == [7, 8] for result in ranks)
+    # The control: TRL's client alone mixes the ranks up as soon as rank 1 has another number of prompts than rank 0.
+    for (_, control_0, safe), (_, control_1, _) in zip(*(result["seen"] for result in ranks)):
+        assert (control_0 and control_1) == safe
+
+
+def test_sharded_weights_with_unequal_rollouts(seen):
+    assert seen["sharded"] == [[True] * 4] * 2
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_stops_both_after_the_step_and_the_run_resumes(tmp_path):
+    straight, stopped = launch(tmp_path, "straight", "stopped").values()
+    assert [s["code"] for s in stopped] == [143, 143] and stopped[0]["step"] == stopped[1]["step"] < 4
+    resumed = launch(tmp_path, "resumed")["resumed"]
+
+    def curves(result):
+        times = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss")
+        return [{k: v for k, v in e.items() if k not in (*times, "total_flos")} for e in result["logs"]]
+
+    def renamed(entries):
+        return json.loads(json.dumps(entries).replace("rewards/reward/", "rewards/reward_of_length/"))
+
+    for a, b in zip(resumed, straight):
+        assert a["weights"] == b["weights"]
+        assert renamed(curves(a)) == curves(b)

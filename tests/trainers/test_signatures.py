@@ -1,0 +1,101 @@
+"""Private methods and names of TRL and transformers that this package overrides, calls or reads.
+
+A new minor version that changes one of them must fail here and not in somebody's run.
+"""
+
+import inspect
+
+import pytest
+from transformers import Trainer
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import RepeatSampler
+
+from trl_gptoss.trainers import GptOssGRPOTrainer
+
+OVERRIDDEN = {
+    "_generate": "(self, prompts: list)",
+    "_generate_and_score_completions": (
+        "(self, inputs: list[dict[str, torch.Tensor | typing.Any]]) -> dict[str, torch.Tensor | typing.Any]"
+    ),
+    "_calculate_rewards": "(self, inputs, prompts, completions, completion_ids_list)",
+    "_get_train_sampler": (
+        "(self, dataset: datasets.arrow_dataset.Dataset | None = None) -> torch.utils.data.sampler.Sampler"
+    ),
+    "compute_loss": "(self, model, inputs, return_outputs=False, num_items_in_batch=None)",
+    "training_step": "(self, model, inputs, num_items_in_batch)",
+    "log": "(self, logs: dict[str, float], start_time: float | None = None) -> None",
+    "_save_rng_state": "(self, output_dir: str) -> None",
+    "_load_rng_state": "(self, checkpoint: str | None) -> None",
+}
+CALLED = {
+    "_compute_loss": "(self, model, inputs)",
+    "_prepare_inputs": (
+        "(self, generation_batch: dict[str, torch.Tensor | typing.Any]) -> dict[str, torch.Tensor | typing.Any]"
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "signature"), {**OVERRIDDEN, **CALLED}.items())
+def test_private_signatures(name, signature):
+    assert str(inspect.signature(getattr(GRPOTrainer, name))) == signature
+
+
+def test_log_prob_signature():
+    parameters = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+    assert parameters == [
+        *("self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"),
+        *("compute_aux_loss", "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask"),
+        *("spatial_shapes", "num_tiles", "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+    ]
+
+
+def test_the_constructors_take_the_same_arguments():
+    ours = list(inspect.signature(GptOssGRPOTrainer.__init__).parameters)
+    assert ours == list(inspect.signature(GRPOTrainer.__init__).parameters)
+    ours = list(inspect.signature(GptOssGRPOTrainer.train).parameters)
+    assert ours == list(inspect.signature(Trainer.train).parameters)
+
+
+def test_the_docstring_lists_what_is_overridden():
+    overridden = {
+        name
+        for cls in GptOssGRPOTrainer.__mro__[: GptOssGRPOTrainer.__mro__.index(GRPOTrainer)]
+        for name, value in vars(cls).items()
+        if inspect.isfunction(value) and any(name in vars(base) for base in GRPOTrainer.__mro__[:-1])
+    }
+    documented = "".join(
+        cls.__doc__ for cls in GptOssGRPOTrainer.__mro__[: GptOssGRPOTrainer.__mro__.index(GRPOTrainer)]
+    )
+    assert overridden and all(f"`{name}`" in documented for name in overridden), overridden
+
+
+def test_attributes_that_are_read():
+    source = inspect.getsource(GRPOTrainer)
+    for name in (
+        "self._step = 0",
+        "self._buffered_inputs = None",
+        "self._environment_pool",
+        "self._sync_tool_dicts = []",
+        "self._async_tool_dicts = []",
+        "self.async_loop",
+        "self._has_async_funcs",
+        "self._last_loaded_step = -1",
+        "self.eos_token_ids = eos_token_ids",
+        "self.generation_config = GenerationConfig",
+        "self.num_completions_to_print",
+        "self._dist = DistributedBackend",
+    ):
+        assert name in source, name
+    # The two lines that the ratio rests on.
+    assert "self.args.gradient_accumulation_steps % generate_every != 0" in source
+    assert "per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps" in source
+    assert inspect.getsource(GRPOTrainer._generate_and_score_completions).count("gradient_accumulation_steps") == 2
+    source = inspect.getsource(Trainer)
+    for name in ("self._tr_loss", "self._globalstep_last_logged", "self.is_in_train"):
+        assert name in source, name
+
+
+def test_the_sampler_and_the_default_that_are_relied_upon():
+    parameters = list(inspect.signature(RepeatSampler.__init__).parameters)
+    assert parameters == ["self", "data_source", "mini_repeat_count", "batch_size", "repeat_count", "shuffle", "seed"]
+    assert GRPOConfig.__dataclass_fields__["max_tool_calling_iterations"].default is None
