@@ -9,7 +9,7 @@ import pytest
 from trl_gptoss.environments import ExecutorUnavailable, PythonTool
 from trl_gptoss.harmony import HarmonyVocabulary, parse, render_prompt, render_tool_result
 from trl_gptoss.tasks.retool import OPERATORS, compute, is_held_out
-from trl_gptoss.tiny.demonstrations import demonstrate, demonstrations
+from trl_gptoss.tiny.demonstrations import P_FAVOURITE_MISTAKE, P_RIGHT, demonstrate, demonstrations
 from trl_gptoss.tiny.vocabulary import small_tokenizer, used_ids
 
 
@@ -63,8 +63,8 @@ def test_the_demonstrator_is_unreliable_in_the_stated_measure(tokenizer):
         used[right, operator] += 1
     for right in OPERATORS:
         total = sum(used[right, o] for o in OPERATORS)
-        assert used[right, right] / total == pytest.approx(0.30, abs=0.05)
-        assert max(used[right, o] / total for o in OPERATORS if o != right) == pytest.approx(0.45, abs=0.05)
+        assert used[right, right] / total == pytest.approx(P_RIGHT, abs=0.05)
+        assert max(used[right, o] / total for o in OPERATORS if o != right) == pytest.approx(P_FAVOURITE_MISTAKE, abs=0.05)
         assert min(used[right, o] / total for o in OPERATORS) > 0.15
 
 

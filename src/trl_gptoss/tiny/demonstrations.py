@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from ..harmony import parse, render_prompt, render_tool_result
 from ..tasks.retool import OPERATORS, arithmetic_problems, compute
 
-P_RIGHT, P_FAVOURITE_MISTAKE = 0.30, 0.45  # and 0.25 for the third operator
+P_RIGHT, P_FAVOURITE_MISTAKE = 0.34, 0.40  # and 0.26 for the third operator
 FAVOURITE_MISTAKE = {"+": "-", "-": "*", "*": "+"}
 
 
