@@ -24,13 +24,13 @@ POSITIONS_OF_REAL_PROMPTS = 1024  # before YaRN's factor of 4
 
 # Random text before the questions of the warm start in that vocabulary (see `with_filler`). Ids below LAST_TEXT_TOKEN
 # are gpt-oss's ordinary tokens.
-FILLER_TOKENS, LONGEST_FILLER, LAST_TEXT_TOKEN = 1500, 150, 199998
+FILLER_TOKENS, LONGEST_FILLER, LAST_TEXT_TOKEN = 600, 100, 199998
 
 # Enough to have seen nearly every 3-digit token of the real vocabulary that an answer can begin with.
 SAMPLE_SIZE = 4000
 
 # The wide vocabulary's prompts are four times as long (the system message is 160 tokens in it): smaller batches.
-DEFAULT_WARM_START = {"small": WarmStart(steps=180, batch_size=64), "gpt-oss": WarmStart(steps=140, batch_size=24)}
+DEFAULT_WARM_START = {"small": WarmStart(steps=180, batch_size=64), "gpt-oss": WarmStart(steps=150, batch_size=16)}
 
 CARD = """---
 library_name: transformers
@@ -142,7 +142,7 @@ def make_tiny_model(
             `"small"`: trained here, a few hundred tokens. `"gpt-oss"`: the real one, 201088 ids.
         tokenizer_path (`str`, *optional*): for `"gpt-oss"`: a local folder with that tokenizer.
         seed (`int`, *optional*, defaults to 0): of the initialisation and of the demonstrations.
-        steps (`int`, *optional*): steps of the warm start, 180 for `"small"` and 140 for `"gpt-oss"` if not given;
+        steps (`int`, *optional*): steps of the warm start, 180 for `"small"` and 150 for `"gpt-oss"` if not given;
             0 leaves the random initialisation.
         cache_dir (`str` or `Path`, *optional*): `$TRL_GPTOSS_CACHE` or `~/.cache/trl_gptoss` if not given.
 
