@@ -38,7 +38,7 @@ def forward(
     window: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `ops.sink_attention_op`."""
+    """See `ops.forward`."""
     ops = loading.kernels().ops
     op = ops.window_fwd if _one_shot(q, k, cu_seqlens_q, cu_seqlens_k, causal, window) else ops.fwd
     q, k, v = _loadable(q, k, v)
@@ -62,7 +62,7 @@ def backward(
     scale: float,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `ops.sink_attention_backward_op`."""
+    """See `ops.backward`."""
     ops = loading.kernels().ops
     op = ops.window_bwd if _one_shot(q, k, cu_seqlens_q, cu_seqlens_k, causal, window) else ops.bwd
     tensors = (*_loadable(dout, q, k, v), out, lse, sinks, cu_seqlens_q, cu_seqlens_k)
