@@ -186,7 +186,9 @@ def test_compile_fullgraph(chunk: int | None) -> None:
     fused.zero_grad()
     compiled = torch.compile(fused, fullgraph=True, backend="aot_eager", dynamic=False)
     compare(gradients(compiled, x, grad) | {}, {k: plain[k] for k in ("out", "x")}, 1e-12)
-    compare({n: p.grad for n, p in fused.named_parameters()}, {n: plain[n] for n, _ in fused.named_parameters()}, 1e-12)
+    compare(
+        {n: p.grad for n, p in fused.named_parameters()}, {n: plain[n] for n, _ in fused.named_parameters()}, 1e-12
+    )
 
 
 def test_operators_pass_opcheck() -> None:
@@ -198,7 +200,11 @@ def test_operators_pass_opcheck() -> None:
     index = torch.randint(0, 3, (5, 2))
     for keep in (True, False):
         arguments = (x, index, weight, *tensors, 1.702, 7.0, 0, keep)
-        checks = ("test_schema", "test_faketensor") if not keep else ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+        checks = (
+            ("test_schema", "test_faketensor")
+            if not keep
+            else ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+        )
         torch.library.opcheck(torch.ops.trl_gptoss.experts.default, arguments, test_utils=checks)
 
 

@@ -27,7 +27,9 @@ def _require_liger() -> None:
             "fused_elementwise needs liger-kernel, which is not installed: pip install 'trl-gptoss[fast]'."
         ) from error
     if tuple(int(part) for part in version.split(".")[:2]) < _FIRST_LIGER:
-        raise ImportError(f"fused_elementwise needs liger-kernel >= 0.8 and found {version}: pip install -U liger-kernel.")
+        raise ImportError(
+            f"fused_elementwise needs liger-kernel >= 0.8 and found {version}: pip install -U liger-kernel."
+        )
 
 
 class FusedRMSNorm(GptOssRMSNorm):
@@ -37,9 +39,7 @@ class FusedRMSNorm(GptOssRMSNorm):
         from liger_kernel.ops import LigerRMSNormFunction
 
         # not in place: the gradient may be shared with the residual branch
-        return LigerRMSNormFunction.apply(
-            hidden_states, self.weight, self.variance_epsilon, 0.0, "gemma", False, None
-        )
+        return LigerRMSNormFunction.apply(hidden_states, self.weight, self.variance_epsilon, 0.0, "gemma", False, None)
 
 
 @functools.cache
