@@ -74,7 +74,7 @@ def attention(
             res["dk"][rk, h // group] += ds.T @ qq * scale
             res["dv"][rk, h // group] += low(p).T @ do
             sink_p = torch.where(lse.isfinite(), (s[h] - torch.where(lse.isfinite(), lse, 0.0)).exp(), 0.0)
-            res["dsinks"][h] = -(sink_p * delta).sum()
+            res["dsinks"][h] -= (sink_p * delta).sum()
     return res
 
 
