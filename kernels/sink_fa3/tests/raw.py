@@ -8,8 +8,17 @@ import torch
 class Problem(C.Structure):
     _fields_ = (
         [("dtype", C.c_int)]
-        + [(n, C.c_int) for n in ("total_q", "total_k", "heads", "kv_heads", "head_dim", "batch", "max_seqlen_q", "max_seqlen_k")]
-        + [("causal", C.c_bool), ("window", C.c_int), ("scale", C.c_float), ("cu_seqlens_q", C.c_void_p), ("cu_seqlens_k", C.c_void_p)]
+        + [
+            (n, C.c_int)
+            for n in ("total_q", "total_k", "heads", "kv_heads", "head_dim", "batch", "max_seqlen_q", "max_seqlen_k")
+        ]
+        + [
+            ("causal", C.c_bool),
+            ("window", C.c_int),
+            ("scale", C.c_float),
+            ("cu_seqlens_q", C.c_void_p),
+            ("cu_seqlens_k", C.c_void_p),
+        ]
     )
 
 
@@ -68,12 +77,33 @@ class Raw:
             None if sinks is None else sinks.data_ptr(), out.data_ptr(), lse.data_ptr(), counter.data_ptr(),
         )  # fmt: skip
         p = self.problem(q, k, cu_q, cu_k, max_q, max_k, causal, window, scale)
-        err = self.lib.sink_fa3_fwd(C.byref(p), C.byref(args), C.c_void_p(torch.cuda.current_stream().cuda_stream), C.c_int(variant))
+        err = self.lib.sink_fa3_fwd(
+            C.byref(p), C.byref(args), C.c_void_p(torch.cuda.current_stream().cuda_stream), C.c_int(variant)
+        )
         if err:
             raise RuntimeError(err.decode())
         return out, lse
 
-    def bwd(self, dout, q, k, v, out, lse, sinks, cu_q, cu_k, max_q, max_k, causal, window, scale, deterministic=False, variant=0, poison=True):
+    def bwd(
+        self,
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        sinks,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        causal,
+        window,
+        scale,
+        deterministic=False,
+        variant=0,
+        poison=True,
+    ):
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         dsinks = torch.empty(q.shape[1], device=q.device)
         if poison:
@@ -87,7 +117,9 @@ class Raw:
             *[x.data_ptr() for x in (dout, q, k, v, out)], *strides, lse.data_ptr(), None if sinks is None else sinks.data_ptr(),
             dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), dsinks.data_ptr(), work.data_ptr(), deterministic,
         )  # fmt: skip
-        err = self.lib.sink_fa3_bwd(C.byref(p), C.byref(args), C.c_void_p(torch.cuda.current_stream().cuda_stream), C.c_int(variant))
+        err = self.lib.sink_fa3_bwd(
+            C.byref(p), C.byref(args), C.c_void_p(torch.cuda.current_stream().cuda_stream), C.c_int(variant)
+        )
         if err:
             raise RuntimeError(err.decode())
         return dq, dk, dv, dsinks
