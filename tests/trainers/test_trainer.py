@@ -571,6 +571,10 @@ def test_conversations_are_printed_and_written(tmp_path, capsys):
 def test_settings_that_cannot_work_are_refused(tmp_path):
     with pytest.raises(ValueError, match="continuous batching"):
         build(tmp_path, use_transformers_continuous_batching=True)
+    with pytest.raises(ValueError, match="generation_kwargs sets eos_token_id=3"):
+        build(tmp_path, generation_kwargs={"eos_token_id": 3})
+    with pytest.raises(ValueError, match="has only 200 rows"):
+        build(tmp_path, model=tiny_model(vocab_size=200, pad_token_id=0))
     with pytest.raises(ValueError, match="lists of messages"):
         build(tmp_path, data=Dataset.from_list([{"prompt": "add 1"}] * 8), max_steps=1).train()
 
