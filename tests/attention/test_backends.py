@@ -221,7 +221,9 @@ def test_one_shot_kernels_only_for_the_same_tokens():
     cu = torch.tensor([0, 20], dtype=torch.int32)
     assert hopper._one_shot(q, k, cu, cu, True, 128)
     assert not hopper._one_shot(q, k, cu, cu.clone(), True, 128)
-    assert not hopper._one_shot(q, k, cu, cu, True, 127)
+    assert hopper._one_shot(q, k, cu, cu, True, 1)
+    assert not hopper._one_shot(q, k, cu, cu, True, 129)
+    assert not hopper._one_shot(q, k, cu, cu, True, 0)
     assert not hopper._one_shot(q, k[:, :1], cu, cu, True, 128)
     assert not hopper._one_shot(q[:5], k, cu, cu, True, 128)
 

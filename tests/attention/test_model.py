@@ -133,7 +133,9 @@ def test_compile(place, how, models, compare, sequences, padded):
     torch._dynamo.reset()
     seqs = sequences(*([20, 20] if how == "plain" else LENGTHS))
     device = place[0]
-    eager, ours = models(dtype=torch.float32, layers=2, **({} if device == "cpu" else dict(head_dim=64)))
+    eager, ours = models(
+        dtype=torch.float32, layers=2, **({} if device == "cpu" else dict(head_dim=64, experts_used=4))
+    )
     oracle = compare.alone(eager, seqs)
     ours.to(device).set_experts_implementation("grouped_mm")
     model = torch.compile(ours, fullgraph=True, backend="aot_eager")

@@ -7,8 +7,8 @@ namespace {
 
 template <typename T>
 char const* launch(Problem const& p, BwdArgs const& a, cudaStream_t stream) {
-    return a.deterministic ? bwd_launch_config<BwdConfig<T, 4, true>>(p, a, stream)
-                           : bwd_launch_config<BwdConfig<T, 4, false>>(p, a, stream);
+    return a.deterministic ? bwd_launch_config<BwdConfig<T, 4, true, true>>(p, a, stream)
+                           : bwd_launch_config<BwdConfig<T, 4, true, false>>(p, a, stream);
 }
 
 }  // namespace

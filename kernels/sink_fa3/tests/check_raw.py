@@ -7,50 +7,10 @@ from pathlib import Path
 
 import torch
 
-
 sys.path.insert(0, str(Path(__file__).parent))
 import oracle  # noqa: E402
+from cases import case, cases, make  # noqa: E402
 from raw import Raw  # noqa: E402
-
-
-INF = float("inf")
-
-
-def case(lens_q, lens_k=None, h=8, kv=1, d=64, causal=True, window=0, dtype=torch.bfloat16, sink="randn", gain=1.0, ramp=0.0, slack=0):
-    return locals()
-
-
-def cases() -> list[dict]:
-    c = [case([n]) for n in (1, 2, 63, 64, 127, 128, 129, 300, 1000)]
-    c += [case([64, 1, 0, 200, 333]), case([512, 512], h=16, kv=2)]
-    c += [case([257, 130], h=h, kv=kv) for h, kv in ((1, 1), (4, 4), (6, 2), (10, 2), (7, 1), (64, 8), (16, 1))]
-    c += [case([300, 65], window=w) for w in (1, 16, 127, 128, 129, 200, 1000)]
-    c += [case([5, 64, 1], [300, 700, 129]), case([300, 64, 10], [50, 0, 10]), case([0, 5], [7, 0])]
-    c += [case([130, 70], [260, 33], causal=False), case([5, 64], [300, 700], window=100), case([300, 64], [50, 20], window=30)]
-    c += [case([300, 65], dtype=torch.float16), case([300, 65], dtype=torch.float16, gain=30.0)]
-    c += [case([700], sink=s) for s in (None, "inf", "-inf", "1e4", "-1e4", "mixed")]
-    c += [case([700], gain=g) for g in (0.0, 10.0, 100.0, 3000.0)]
-    c += [case([900], ramp=r, dtype=t) for r, t in itertools.product((30.0, 300.0), (torch.bfloat16, torch.float16))]
-    c += [case([300, 65], slack=500), case([1100, 30, 500], h=64, kv=8)]
-    return c
-
-
-def make(c: dict, seed: int):
-    g = torch.Generator("cuda").manual_seed(seed)
-    rnd = lambda *s: torch.randn(*s, generator=g, device="cuda")  # noqa: E731
-    lq, lk = c["lens_q"], c["lens_k"] or c["lens_q"]
-    q = (rnd(sum(lq), c["h"], c["d"]) * c["gain"]).to(c["dtype"])
-    k, v = rnd(sum(lk), c["kv"], c["d"]), rnd(sum(lk), c["kv"], c["d"]).to(c["dtype"])
-    if c["ramp"]:  # earlier keys ever larger: the maximum grows along the kernel's order
-        k *= torch.linspace(c["ramp"], 0.1, sum(lk), device="cuda")[:, None, None]
-    k = k.to(c["dtype"])
-    s = {
-        None: None, "randn": rnd(c["h"]) * 1.5, "inf": torch.full((c["h"],), INF, device="cuda"), "-inf": torch.full((c["h"],), -INF, device="cuda"),
-        "1e4": torch.full((c["h"],), 1e4, device="cuda"), "-1e4": torch.full((c["h"],), -1e4, device="cuda"),
-        "mixed": torch.tensor([INF, -INF, 1e4, -1e4, 0.0, 5.0, -5.0, 50.0] * 8, device="cuda")[: c["h"]],
-    }[c["sink"]]  # fmt: skip
-    do = rnd(*q.shape).to(c["dtype"])
-    return q, k, v, s, do, lq, lk
 
 
 def check(lib: Raw, fwd_variants: list[int], bwd_variants: list[int], limit: int) -> int:
@@ -113,7 +73,14 @@ def time_us(fn, reps: int) -> float:
 FA4 = {(8192, 1): (1.09, 2.86), (8192, 8): (0.238, 0.630), (32768, 1): (16.4, 41.7), (32768, 8): (2.38, 6.66)}
 
 
-def speed(lib: Raw, fwd_variants: list[int], bwd_variants: list[int], sizes=((8192, 8), (8192, 1), (32768, 8), (32768, 1)), d=64, window=0) -> None:
+def speed(
+    lib: Raw,
+    fwd_variants: list[int],
+    bwd_variants: list[int],
+    sizes=((8192, 8), (8192, 1), (32768, 8), (32768, 1)),
+    d=64,
+    window=0,
+) -> None:
     for total, n in sizes:
         lens = [total // n] * n
         c = case(lens, h=64, kv=8, d=d)
@@ -121,17 +88,21 @@ def speed(lib: Raw, fwd_variants: list[int], bwd_variants: list[int], sizes=((81
         cu = oracle.cumulative(lens, q.device)
         tail = (cu, cu, max(lens), max(lens), True, window, d**-0.5)
         pairs = sum(x * (x + 1) / 2 for x in lens)
-        out = torch.empty_like(q)
-        reps = 10 if total * total / n > 5e8 else 30
+        reps = 7 if total * total / n > 5e8 else 20
         for var in fwd_variants:
             x = q
-            us = time_us(lambda: lib.fwd(x, k.to(x.dtype), v.to(x.dtype), s, *tail, variant=var, out=out), reps)
+            us = time_us(lambda: lib.fwd(x, k.to(x.dtype), v.to(x.dtype), s, *tail, variant=var, poison=False), reps)
             fa = FA4[total, n][0]
-            print(f"fwd {total}x{n} v{var}: {us / 1e3:.3f} ms {4 * d * 64 * pairs / us / 1e6:.0f} TF/s, FA4/own {fa * 1e3 / us:.3f}", flush=True)
+            print(
+                f"fwd {total}x{n} v{var}: {us / 1e3:.3f} ms {4 * d * 64 * pairs / us / 1e6:.0f} TF/s, FA4/own {fa * 1e3 / us:.3f}",
+                flush=True,
+            )
         if bwd_variants:
             out, lse = lib.fwd(q, k, v, s, *tail, variant=fwd_variants[0])
         for var, det in itertools.product(bwd_variants, (False, True)):
-            us = time_us(lambda: lib.bwd(do, q, k, v, out, lse, s, *tail, deterministic=det, variant=var), reps)
+            us = time_us(
+                lambda: lib.bwd(do, q, k, v, out, lse, s, *tail, deterministic=det, variant=var, poison=False), reps
+            )
             fa = FA4[total, n][1]
             print(
                 f"bwd {total}x{n} v{var}{'d' if det else ''}: {us / 1e3:.3f} ms {10 * d * 64 * pairs / us / 1e6:.0f} TF/s, FA4/own {fa * 1e3 / us:.3f}",

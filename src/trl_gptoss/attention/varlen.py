@@ -186,7 +186,7 @@ def from_lengths(
                 f"cu_seqlens of shape {tuple(cu_q.shape)} for queries and {tuple(cu_k.shape)} for keys; "
                 "both must have shape (sequences + 1,)."
             )
-        if same_tokens:
+        if same_tokens and cu_q is not cu_k:
             torch._assert_async(
                 (cu_q == cu_k).all(), "sink_fa3: cu_seqlens differ for queries and keys of the same tokens"
             )
@@ -197,6 +197,15 @@ def from_lengths(
 
     if torch.compiler.is_compiling():
         return build()
+    if (
+        cu_seqlens_q is cu_seqlens_k
+        and cu_seqlens_q.dtype == torch.int32
+        and cu_seqlens_q.device == device
+        and type(max_seqlen_q) is type(max_seqlen_k) is int
+    ):
+        return Varlen(
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
+        )
     given = (
         max_seqlen_q if isinstance(max_seqlen_q, int) else None,
         max_seqlen_k if isinstance(max_seqlen_k, int) else None,

@@ -22,12 +22,14 @@ def set_limits(memory: int, threads: int, file_size: int) -> None:
         RLIMIT_MEMLOCK,
         RLIMIT_NOFILE,
         RLIMIT_NPROC,
+        RLIMIT_SIGPENDING,
         setrlimit,
     )
 
     for limit, value in (
         (RLIMIT_CORE, 0),
         (RLIMIT_MEMLOCK, 0),
+        (RLIMIT_SIGPENDING, 128),  # and with it POSIX timers, which take kernel memory
         (RLIMIT_NOFILE, 128),
         (RLIMIT_FSIZE, file_size),
         (RLIMIT_AS, memory),

@@ -64,15 +64,11 @@ def bucket(rows: int, experts: int) -> int:
 
 def default_config(kernel: str, rows_per_expert: int, hopper: bool) -> TileConfig:
     """A configuration that fits every GPU with bf16 tensor cores (48-96 KiB of shared memory, 192 KiB on Hopper)."""
-    if kernel.startswith("wgrad"):
-        return TileConfig(128, 256, 64, 8, 3) if hopper else TileConfig(128, 128, 32, 8, 3)
-    if rows_per_expert <= 16:
-        return TileConfig(16, 64, 128 if hopper else 64, 4, 4, programs=4)
-    if rows_per_expert <= 32:
-        return TileConfig(32, 64, 64, 4, 4, programs=4)
-    if rows_per_expert <= 64:
-        return TileConfig(64, 128, 64, 4, 3, programs=2)
-    return TileConfig(128, 256, 64, 8, 3) if hopper else TileConfig(128, 128, 32, 8, 3)
+    if rows_per_expert <= 64 and not kernel.startswith("wgrad"):
+        if rows_per_expert > 16:
+            return TileConfig(rows_per_expert, 128, 64, 4, 3, programs=2)
+        return TileConfig(16, 64, 64, 4, 4, programs=4)
+    return TileConfig(128, 256, 64, 8, 3, tma=True) if hopper else TileConfig(128, 128, 32, 8, 3)
 
 
 def low_rank_config(rank: int) -> TileConfig:

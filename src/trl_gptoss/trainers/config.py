@@ -126,6 +126,8 @@ class GptOssGRPOConfig(GRPOConfig):
                 raise ValueError(f"prompt_date is {self.prompt_date!r}, expected YYYY-MM-DD.") from error
         if self.on_policy not in ("auto", "force", "off"):
             raise ValueError(f"on_policy is {self.on_policy!r}, expected 'auto', 'force' or 'off'.")
+        if self.reasoning_effort not in ("low", "medium", "high"):
+            raise ValueError(f"reasoning_effort is {self.reasoning_effort!r}, expected 'low', 'medium' or 'high'.")
         if self.on_policy == "force":
             check_on_policy_schedule(self.gradient_accumulation_steps, self.steps_per_generation, self.num_iterations)
 

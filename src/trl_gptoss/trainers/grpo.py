@@ -26,6 +26,7 @@ from trl.models import unwrap_model_for_generation
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id
 
+from ..attention import selftest
 from ..harmony import HarmonyVocabulary, is_harmony, set_response_template
 from ..rollouts import RolloutLimits, ToolRunner
 from ..rollouts.transformers_backend import TransformersBackend
@@ -34,7 +35,7 @@ from .config import GptOssGRPOConfig
 from .environments import bind_environments
 from .guards import check_model
 from .harmony_rollouts import HarmonyRollouts
-from .loading import model_init_kwargs
+from .loading import ATTENTION, model_init_kwargs
 from .on_policy import OnPolicyMixin
 from .resumable import ResumableMixin
 from .reward_guard import discard_failed_rows, guard
@@ -131,6 +132,8 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
             environment_factory=environment_factory,
         )
         check_model(self._base_model)
+        if self._base_model.config._attn_implementation == ATTENTION and self.accelerator.device.type == "cuda":
+            selftest(self.accelerator.device)  # two seconds, against months of silently wrong gradients
         self.reward_funcs = [
             f if isinstance(f, nn.Module) else guard(f, name)
             for f, name in zip(self.reward_funcs, self.reward_func_names)
