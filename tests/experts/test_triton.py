@@ -89,6 +89,8 @@ SHAPES = {
     "one expert": (40, 2, 4, 24, 20, 0, "one"),
     "foreign": (37, 2, 3, 64, 48, 16, "foreign"),
     "nowhere": (5, 2, 3, 16, 16, 0, "nowhere"),
+    "two column tiles": (9, 2, 3, 136, 140),
+    "two row tiles": (90, 2, 1, 16, 16),
 }
 
 
