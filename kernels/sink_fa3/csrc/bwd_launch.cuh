@@ -84,7 +84,7 @@ char const* bwd_launch_config(Problem const& pr, BwdArgs const& a, cudaStream_t 
             !encode_rows(&map_k, pr.dtype, a.k, pr.total_k, pr.kv_heads, 64, a.k_token, a.k_head, kBwdKeys, 1) ||
             !encode_rows(&map_v, pr.dtype, a.v, pr.total_k, pr.kv_heads, 64, a.v_token, a.v_head, kBwdKeys, 1))
             return "sink_fa3 bwd: no TMA descriptor for q, k, v or dout (base must be 16-byte aligned, strides multiples of 8 elements)";
-        constexpr int kSmem = sizeof(BwdSmem<C>) + 1024;
+        constexpr int kSmem = sizeof(BwdSmem<C>);
         auto* const kernel = bwd_kernel<C>;
         if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem) != cudaSuccess)
             return "sink_fa3 bwd: the device does not offer the shared memory of an sm_90 block";

@@ -47,7 +47,7 @@ __device__ __forceinline__ void fwd_producer(FwdSmem<C>& sm, CUtensorMap const* 
 
 // Writes a warpgroup's 64 rows: registers to its slab of shared memory, then whole rows to global memory.
 template <typename C>
-__device__ __forceinline__ void store_rows(FwdSmem<C>& sm, FwdParams const& p, Tile const& t, int wg, float const (&o)[C::kO / 2]) {
+__device__ __forceinline__ void store_rows(FwdSmem<C>& sm, FwdParams const& p, Tile const& t, int wg, float const (&o)[C::D / 2]) {
     using T = typename C::T;
     int const thread = threadIdx.x & 127;
     int const lane = thread & 31;
@@ -105,9 +105,9 @@ __device__ __forceinline__ void fwd_consumer(FwdSmem<C>& sm, FwdParams const& p,
             token[r] = (row0 + 8 * r) / group;
             rows[r] = keys_of(t.token0 + token[r], t.q_len, t.k_len, p.tiles.causal, p.tiles.window);
         }
-        float o[C::kO / 2];
+        float o[C::D / 2];
 #pragma unroll
-        for (int i = 0; i < C::kO / 2; ++i) o[i] = 0.f;
+        for (int i = 0; i < C::D / 2; ++i) o[i] = 0.f;
         float row_sum[2] = {0.f, 0.f};
         float mc[2] = {neg_inf(), neg_inf()};
         if (t.n_max > t.n_min) {
@@ -134,8 +134,10 @@ template <typename C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     fwd_kernel(__grid_constant__ CUtensorMap const map_q, __grid_constant__ CUtensorMap const map_k,
                __grid_constant__ CUtensorMap const map_v, __grid_constant__ FwdParams const p) {
-    extern __shared__ uint8_t raw[];
-    FwdSmem<C>& sm = *reinterpret_cast<FwdSmem<C>*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+    // Used as it is, without pointer arithmetic that would hide from the compiler that this is shared memory.
+    extern __shared__ __align__(1024) uint8_t raw[];
+    FwdSmem<C>& sm = *reinterpret_cast<FwdSmem<C>*>(raw);
+    if ((smem_addr(raw) & 1023) != 0) asm volatile("trap;");  // the swizzle needs it, and nothing promises it
     int const warpgroup = __shfl_sync(0xffffffff, threadIdx.x >> 7, 0);
     if (threadIdx.x == 0) {
         constexpr int kWarps = 4 * C::kWarpgroups;
@@ -153,10 +155,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     int const rows = p.tiles.group * p.tiles.tokens;
     for (int i = rows * 8 + threadIdx.x; i < C::kM * 8; i += C::kThreads) {
         for (int h = 0; h < C::kHalves; ++h) reinterpret_cast<uint4*>(sm.q + h * C::kM * 128)[i] = uint4{0, 0, 0, 0};
-    }
-    if constexpr (C::kSumInProduct) {
-        for (int i = threadIdx.x; i < C::kN * 8; i += C::kThreads)
-            *reinterpret_cast<uint4*>(sm.ones + sw128(i / 8, i % 8)) = uint4{i % 8 == 0 ? 0x3f80u : 0u, 0, 0, 0};
     }
     fence_proxy_async();
     __syncthreads();

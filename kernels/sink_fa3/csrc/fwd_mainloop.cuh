@@ -19,11 +19,6 @@ struct FwdConfig {
     static constexpr int kStages = kStages_;
     static constexpr int kPoly = kPoly_;  // of every eight exponentials, how many run on the FMA pipe
     static constexpr bool kPingPong = kPingPong_;
-    // bf16: a column of ones beside V makes the row sums, which saves an addition per score; the tiles' rounding of P then
-    // cancels out of O. fp16 has no range for the headroom that the overflow test needs.
-    static constexpr bool kSumInProduct = false && std::is_same_v<T, __nv_bfloat16> && D == 64;
-    static constexpr int kHeadroom = kSumInProduct ? 32 : 0;
-    static constexpr int kO = kSumInProduct ? D + 8 : D;  // columns of the output accumulator
     static constexpr int kM = 64 * kWarpgroups;
     static constexpr int kN = 128;
     static constexpr int kHalves = D / 64;  // a tile is stored as blocks of 64 columns
@@ -38,7 +33,6 @@ struct FwdSmem {
     alignas(1024) uint8_t o[C::kM * C::D * 2];
     alignas(1024) uint8_t k[C::kStages][C::kN * C::D * 2];
     alignas(1024) uint8_t v[C::kStages][C::kN * C::D * 2];
-    alignas(1024) uint8_t ones[C::kSumInProduct ? C::kN * 128 : 1024];  // kN rows of (1, 0, 0, ...), laid out like V
     uint64_t q_full, q_empty;
     uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
     Tile tile;
@@ -88,11 +82,11 @@ __device__ __forceinline__ void issue_qk(float (&s)[C::kN / 2], uint64_t q, uint
     }
 }
 
-// O[64 x kO] += P [V | ones] with P in registers.
+// O[64 x D] += P V with P in registers.
 template <typename C>
-__device__ __forceinline__ void issue_pv(float (&o)[C::kO / 2], uint32_t const (&p)[C::kN / 16][4], uint64_t v) {
+__device__ __forceinline__ void issue_pv(float (&o)[C::D / 2], uint32_t const (&p)[C::kN / 16][4], uint64_t v) {
 #pragma unroll
-    for (int i = 0; i < C::kN / 16; ++i) Wgmma<typename C::T, C::kO, 1>::rs(o, p[i], desc_advance(v, i * 2048), 1);
+    for (int i = 0; i < C::kN / 16; ++i) Wgmma<typename C::T, C::D, 1>::rs(o, p[i], desc_advance(v, i * 2048), 1);
 }
 
 // The same S for one warp by warp-level products: it needs no other warp, so a single warp can take a tile again.
@@ -145,8 +139,8 @@ struct KeyLoop {
     int wg, lane;
     float c;
     Ring<C::kStages>& ring;  // the key block whose scores were taken last
-    float (&o)[C::kO / 2];
-    float (&row_sum)[2];  // fp16: of p; bf16: of what rounding took from p in the tiles with a fresh maximum
+    float (&o)[C::D / 2];
+    float (&row_sum)[2];
     float (&mc)[2];
     float s[kN / 2];
     uint32_t p[kN / 16][4];
@@ -154,8 +148,7 @@ struct KeyLoop {
     __device__ __forceinline__ uint32_t q_base() const { return smem_addr(sm.q) + wg * 64 * 128; }
     __device__ __forceinline__ uint64_t k_desc(int stage) const { return smem_desc_sw128(smem_addr(sm.k[stage])); }
     __device__ __forceinline__ uint64_t v_desc(int stage) const {
-        uint32_t const v = smem_addr(sm.v[stage]);
-        return smem_desc_sw128(v, C::kSumInProduct ? smem_addr(sm.ones) - v : kN * 128);
+        return smem_desc_sw128(smem_addr(sm.v[stage]), kN * 128);
     }
     __device__ __forceinline__ void release(uint64_t* bar) const {
         if (lane == 0) mbar_arrive(bar);
@@ -187,16 +180,9 @@ struct KeyLoop {
     // s holds this block's scores, nothing is in flight: maximum, exponentials, O and sums brought to the new reference.
     __device__ __forceinline__ void fresh_step() {
         float shrink[2];
-        softmax_with_max<C::kHeadroom>(s, c, mc, row_sum, shrink);
+        softmax_with_max(s, c, mc, row_sum, shrink);
         if (__any_sync(0xffffffff, shrink[0] != 1.f || shrink[1] != 1.f)) scale_rows(o, shrink);
         pack_probabilities<C>(s, p);
-        if constexpr (C::kSumInProduct) {
-#pragma unroll
-            for (int i = 0; i < kN / 2; i += 2) {
-                uint32_t const pair = p[i / 8][(i % 8) / 2];
-                row_sum[(i >> 1) & 1] -= __uint_as_float(pair << 16) + __uint_as_float(pair & 0xffff0000u);
-            }
-        }
     }
 
     __device__ __forceinline__ void first_block(bool masked) {
@@ -226,12 +212,6 @@ struct KeyLoop {
         fresh_step();
     }
 
-    // Takes the block again for this warp alone.
-    __device__ __forceinline__ void again(int stage) {
-        recompute_scores<C>(s, q_base() + ((threadIdx.x >> 5) & 3) * 16 * 128, smem_addr(sm.k[stage]), lane);
-        fresh_step();
-    }
-
     template <int kStage>
     __device__ __forceinline__ void stale_block() {
         constexpr int kPrev = kStage == 0 ? C::kStages - 1 : kStage - 1;
@@ -239,22 +219,18 @@ struct KeyLoop {
         if constexpr (kStage == 0) ring.phase ^= 1;
         ring.stage = kStage;
         start_step(kStage, ring.phase, kPrev, prev_phase);
-        bool fresh;
-        if constexpr (C::kSumInProduct) {
-            float unused[2];
-            exponentiate<C::kPoly, false>(s, c, mc, unused);
-            wgmma_wait<0>();
-            keep(o);
-            pack_probabilities<C>(s, p);
-            fresh = needs_fresh_max(&p[0][0], kN / 4);
+        // A warp whose reference no longer serves takes the scores again, still before the wait: without a branch here the
+        // compiler would let the exponentials sink below it, and nothing would run under the product with V.
+        bool const fresh = softmax_stale_max<typename C::T, C::kPoly>(s, c, mc, row_sum);
+        if (fresh) recompute_scores<C>(s, q_base() + ((threadIdx.x >> 5) & 3) * 16 * 128, smem_addr(sm.k[kStage]), lane);
+        wgmma_wait<0>();
+        keep(o);
+        release(&sm.v_empty[kPrev]);
+        if (fresh) {
+            fresh_step();
         } else {
-            fresh = softmax_stale_max<C::kPoly>(s, c, mc, row_sum);
-            wgmma_wait<0>();
-            keep(o);
             pack_probabilities<C>(s, p);
         }
-        release(&sm.v_empty[kPrev]);
-        if (fresh) again(kStage);
         release(&sm.k_empty[kStage]);
     }
 
@@ -316,7 +292,6 @@ struct KeyLoop {
         for (int r = 0; r < 2; ++r) {
             row_sum[r] += __shfl_xor_sync(0xffffffff, row_sum[r], 1);
             row_sum[r] += __shfl_xor_sync(0xffffffff, row_sum[r], 2);
-            if constexpr (C::kSumInProduct) row_sum[r] += __shfl_sync(0xffffffff, o[C::D / 2 + 2 * r], lane & ~3);
         }
     }
 };
