@@ -11,9 +11,6 @@
 
 namespace sink_fa3 {
 
-// Of the four steps of V dO^T, how many take V from registers; the fourth would not fit.
-constexpr int kVRegSteps = 3;
-
 template <typename T_, int kStages_, bool kPingPong_, bool kDeterministic_>
 struct BwdConfig {
     using T = T_;
@@ -39,7 +36,7 @@ struct BwdSmem {
     alignas(1024) uint8_t dout[C::kStages][kBwdRows * 128];
     alignas(1024) uint8_t ds[2][kBwdKeys * 128];  // rows are keys, 64 queries each
     alignas(1024) uint8_t staging[kBwdKeys * 128];
-    alignas(128) float rows[C::kStages][kRowValues];
+    alignas(16) float rows[C::kStages][2 * kBwdRows];
     uint64_t kv_full, item_empty;
     uint64_t full[C::kStages], empty[C::kStages];
     uint64_t ds_full[2], ds_empty[2];
@@ -78,18 +75,20 @@ __device__ __forceinline__ bool decode_bwd_ticket(BwdParams const& p, int ticket
 // and ascending tiles spread concurrent blocks over different dQ tiles.
 template <bool kDeterministic>
 struct TileWalk {
-    int m, head;  // head counts from the group's first
-    __device__ __forceinline__ void start(int m_min, int m_count) {
-        m = kDeterministic ? m_min + m_count - 1 : m_min;
-        head = 0;
+    int m, head, m_min, m_end, head_begin, head_end;
+    __device__ __forceinline__ void start(BwdParams const& p, BwdItem const& t) {
+        m_min = t.m_min, m_end = t.m_min + t.m_count;
+        head_begin = t.kv_head * p.heads_per_kv, head_end = head_begin + p.heads_per_kv;
+        m = kDeterministic ? m_end - 1 : m_min;
+        head = head_begin;
     }
-    __device__ __forceinline__ void next(int m_min, int m_count, int heads) {
+    __device__ __forceinline__ void next() {
         if constexpr (kDeterministic) {
-            if (++head == heads) {
-                head = 0;
+            if (++head == head_end) {
+                head = head_begin;
                 --m;
             }
-        } else if (++m == m_min + m_count) {
+        } else if (++m == m_end) {
             m = m_min;
             ++head;
         }
@@ -103,23 +102,22 @@ struct QueryLoader {
     TileWalk<C::kDeterministic> at;
     int left;
     __device__ __forceinline__ void start(BwdParams const& p, BwdItem const& t) {
-        at.start(t.m_min, t.m_count);
+        at.start(p, t);
         left = t.m_count * p.heads_per_kv;
     }
-    __device__ __forceinline__ void load_one(BwdSmem<C>& sm, BwdParams const& p, CUtensorMap const* map_q, CUtensorMap const* map_do) {
+    __device__ __forceinline__ void load_one(BwdSmem<C>& sm, BwdParams const& p, CUtensorMap const* map_q, CUtensorMap const* map_do,
+                                             BwdItem const& t) {
         if (left == 0) return;
         --left;
-        BwdItem const& t = sm.item;  // read again each time: registers are what this warpgroup is short of
         int const s = ring.stage;
         uint64_t* const bar = &sm.full[s];
-        int const head = t.kv_head * p.heads_per_kv + at.head;
         mbar_wait(&sm.empty[s], ring.phase ^ 1);
         mbar_arrive_tx(bar, 2 * kBwdRows * 128 + sizeof(sm.rows[0]));
-        tma_load_3d(sm.q[s], map_q, bar, 0, head, t.q_begin + at.m * kBwdRows);
-        bulk_load(sm.rows[s], p.rows + (int64_t(head) * p.slots + t.slot0 + at.m) * kRowValues, sizeof(sm.rows[0]), bar);
-        tma_load_3d(sm.dout[s], map_do, bar, 0, head, t.q_begin + at.m * kBwdRows);
+        tma_load_3d(sm.q[s], map_q, bar, 0, at.head, t.q_begin + at.m * kBwdRows);
+        bulk_load(sm.rows[s], p.rows + (int64_t(at.head) * p.slots + t.slot0 + at.m) * (2 * kBwdRows), sizeof(sm.rows[0]), bar);
+        tma_load_3d(sm.dout[s], map_do, bar, 0, at.head, t.q_begin + at.m * kBwdRows);
         ring.next();
-        at.next(t.m_min, t.m_count, p.heads_per_kv);
+        at.next();
     }
 };
 
@@ -129,6 +127,11 @@ __device__ __forceinline__ void red_add_v4(float* dst, float a, float b, float c
 
 // Deterministic mode: key blocks add to a dQ tile in ascending order. Blocks with a smaller index were handed out earlier, so
 // whoever is waited for is running.
+__device__ __forceinline__ int read_turn(int const* turn) {
+    int now;
+    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+    return now;
+}
 __device__ __forceinline__ void pass_turn(int* turn, int next) {
     asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(turn), "r"(next) : "memory");
 }
@@ -137,11 +140,6 @@ __device__ __forceinline__ void pass_turn_after_adds(int* turn, int next) {
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
     bar_sync(1, 128);
     if (threadIdx.x == 0 && turn != nullptr) pass_turn(turn, next);
-}
-__device__ __forceinline__ int read_turn(int const* turn) {
-    int now;
-    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-    return now;
 }
 // How many key blocks add to query tile m before block n does.
 __device__ __forceinline__ int turn_of(BwdParams const& p, BwdItem const& t, int m) {
@@ -179,21 +177,22 @@ __device__ __forceinline__ void bwd_dq_warpgroup(BwdSmem<C>& sm, CUtensorMap con
                 tma_load_3d(sm.k, map_k, &sm.kv_full, 0, t.kv_head, t.k_begin + t.n * kBwdKeys);
                 tma_load_3d(sm.v, map_v, &sm.kv_full, 0, t.kv_head, t.k_begin + t.n * kBwdKeys);
                 loader.start(p, t);
-#pragma unroll 1
-                for (int i = 0; i < C::kStages - 1; ++i) loader.load_one(sm, p, map_q, map_do);
+                for (int i = 0; i < C::kStages - 1; ++i) loader.load_one(sm, p, map_q, map_do, t);
             }
         }
         __syncwarp();
         mbar_wait(&sm.kv_full, phase);
         phase ^= 1;
-        BwdItem const& t = sm.item;  // stays until this warpgroup is done with it
+        BwdItem const t = sm.item;
+        __syncwarp();
         if (t.end) return;
+        if (lane == 0) mbar_arrive(&sm.item_empty);
         TileWalk<C::kDeterministic> at;
-        at.start(t.m_min, t.m_count);
+        at.start(p, t);
         int* turn = nullptr;  // of the tile before, still to be passed on
         int next_turn = 0;
         for (int i = t.m_count * p.heads_per_kv; i > 0; --i) {
-            if (thread == 0) loader.load_one(sm, p, map_q, map_do);
+            if (thread == 0) loader.load_one(sm, p, map_q, map_do, t);
             __syncwarp();
             mbar_wait(&sm.ds_full[buffer], ds_phase);
             float dq[32];
@@ -204,14 +203,14 @@ __device__ __forceinline__ void bwd_dq_warpgroup(BwdSmem<C>& sm, CUtensorMap con
             for (int k = 0; k < kBwdKeys / 16; ++k)
                 Wgmma<typename C::T, 64, 1, 1>::ss(dq, desc_from(ds_low + k * 128, ds_desc), desc_advance(k_desc, k * 2048), k > 0);
             wgmma_commit();
-            int64_t const tile = int64_t(t.kv_head * p.heads_per_kv + at.head) * p.slots + t.slot0 + at.m;
             int now = 0, mine = 0;
             if constexpr (C::kDeterministic) {
                 mine = turn_of(p, t, at.m);
+                int* const own = p.turns + int64_t(at.head) * p.slots + t.slot0 + at.m;
                 // Asked early by a warp that does not pass turns: the answer takes as long as the fence.
-                if (thread == 32) now = read_turn(p.turns + tile);
+                if (thread == 32) now = read_turn(own);
                 pass_turn_after_adds(turn, next_turn);
-                turn = p.turns + tile;
+                turn = own;
                 next_turn = mine + 1;
             }
             wgmma_wait<0>();
@@ -219,6 +218,7 @@ __device__ __forceinline__ void bwd_dq_warpgroup(BwdSmem<C>& sm, CUtensorMap con
             if (lane == 0) mbar_arrive(&sm.ds_empty[buffer]);
             buffer ^= 1;
             ds_phase ^= buffer == 0;
+            int64_t const tile = int64_t(at.head) * p.slots + t.slot0 + at.m;
             float* const acc = p.dq_acc + tile * kDqTile + thread * 4;
             if constexpr (C::kDeterministic) {
                 if (thread == 32) {
@@ -228,10 +228,10 @@ __device__ __forceinline__ void bwd_dq_warpgroup(BwdSmem<C>& sm, CUtensorMap con
             }
 #pragma unroll
             for (int j = 0; j < 8; ++j) red_add_v4(acc + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
-            at.next(t.m_min, t.m_count, p.heads_per_kv);
+            at.next();
         }
         if constexpr (C::kDeterministic) pass_turn_after_adds(turn, next_turn);
-        bar_sync(1, 128);  // every warp is done with K and the item
+        bar_sync(1, 128);  // every warp has read K
     }
 }
 
@@ -281,16 +281,6 @@ __device__ __forceinline__ void store_keys(uint32_t slab, T* out, int64_t row_st
     }
 }
 
-// Sixteen columns of an accumulator from the row values, the same for both of a thread's rows.
-__device__ __forceinline__ void start_from(float (&x)[32], int j, uint32_t addr) {
-    float a, b, c, d;
-    load_shared_x4(addr, a, b, c, d);
-    x[8 * j] = x[8 * j + 2] = a;
-    x[8 * j + 1] = x[8 * j + 3] = b;
-    x[8 * j + 4] = x[8 * j + 6] = c;
-    x[8 * j + 5] = x[8 * j + 7] = d;
-}
-
 template <typename C>
 __device__ __forceinline__ void bwd_consumer(BwdSmem<C>& sm, BwdParams const& p, int wg) {
     using T = typename C::T;
@@ -313,11 +303,10 @@ __device__ __forceinline__ void bwd_consumer(BwdSmem<C>& sm, BwdParams const& p,
         kv_phase ^= 1;
         BwdItem const t = sm.item;
         if (t.end) return;
-        uint32_t kf[4][4], vf[kVRegSteps][4];
+        uint32_t kf[4][4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             ldmatrix_x4(smem_addr(sm.k) + sw128(frag_row, 2 * i + (lane >> 4)), kf[i]);
-            if (i < kVRegSteps) ldmatrix_x4(smem_addr(sm.v) + sw128(frag_row, 2 * i + (lane >> 4)), vf[i]);
         }
         __syncwarp();
         if (lane == 0) mbar_arrive(&sm.item_empty);
@@ -347,7 +336,7 @@ __device__ __forceinline__ void bwd_consumer(BwdSmem<C>& sm, BwdParams const& p,
         int const key_first = t.n * kBwdKeys + wg * 64;  // this warpgroup's keys
         int const offset = t.k_len - t.q_len;
         TileWalk<C::kDeterministic> at;
-        at.start(t.m_min, t.m_count);
+        at.start(p, t);
         int const tiles = t.m_count * p.heads_per_kv;
         // A round issues S and dP of its tile and dV, dK of the tile before (in the first round with P = dS = 0), so that the
         // exponentials run under the other three products. Every product is complete by the end of the round.
@@ -357,22 +346,13 @@ __device__ __forceinline__ void bwd_consumer(BwdSmem<C>& sm, BwdParams const& p,
             int const stage = ring.stage;
             uint32_t const low = uniform(stage * (kStageBytes / 16));
             mbar_wait(&sm.full[stage], ring.phase);
-            uint32_t const rows = smem_addr(sm.rows[0]) + stage * sizeof(sm.rows[0]) + 16 * (lane & 3);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                start_from(s, j, rows + 64 * j);
-                start_from(dp, j, rows + 4 * kBwdRows + 64 * j);
-            }
             if constexpr (C::kPingPong) bar_sync(4 + wg, 256);
             fence();
 #pragma unroll
-            for (int a = 0; a < 4; ++a) Wgmma<T, 64, 0>::rs(s, kf[a], desc_from(q_low + low + a * 2, q_desc), 1);
+            for (int a = 0; a < 4; ++a) Wgmma<T, 64, 0>::rs(s, kf[a], desc_from(q_low + low + a * 2, q_desc), a > 0);
             wgmma_commit();
 #pragma unroll
-            for (int a = 0; a < 4; ++a) {
-                if (a < kVRegSteps) Wgmma<T, 64, 0>::rs(dp, vf[a], desc_from(do_low + low + a * 2, do_desc), 1);
-                else Wgmma<T, 64, 0>::ss(dp, desc_advance(v_desc, a * 32), desc_from(do_low + low + a * 2, do_desc), 1);
-            }
+            for (int a = 0; a < 4; ++a) Wgmma<T, 64, 0>::ss(dp, desc_advance(v_desc, a * 32), desc_from(do_low + low + a * 2, do_desc), a > 0);
             wgmma_commit();
             issue_grads(previous_low);
             if constexpr (C::kPingPong) bar_arrive(5 - wg, 256);
@@ -383,15 +363,22 @@ __device__ __forceinline__ void bwd_consumer(BwdSmem<C>& sm, BwdParams const& p,
             bool const masked = (p.causal && key_first + 63 > q0 + offset) || key_first + 64 > t.k_len ||
                                 (p.window > 0 && key_first < q0 + 63 + offset - p.window + 1);
             if (masked) mask_scores_transposed(s, t, p, key_first + ((threadIdx.x >> 5) & 3) * 16 + (lane >> 2), q0, lane);
+            uint32_t const rows = smem_addr(sm.rows[0]) + stage * sizeof(sm.rows[0]) + 8 * (lane & 3);
 #pragma unroll
-            for (int j = 0; j < 32; ++j) s[j] = exp2_approx(s[j] * p.c);
-            keep(s);
-            // Needed below; here, because the compiler would let the exponentials sink past the waits without a branch between.
-            mbar_wait(&sm.ds_empty[buffer], ds_phase);
+            for (int j = 0; j < 8; ++j) {
+                float2 const lse = load_shared_float2(rows + 32 * j);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[4 * j + e] = exp2_approx(fmaf(s[4 * j + e], p.c, -(e & 1 ? lse.y : lse.x)));
+            }
+            keep(s);  // the exponentials come before this wait, not after it
             wgmma_wait<1>();
             keep(dp);
 #pragma unroll
-            for (int j = 0; j < 32; ++j) dp[j] *= s[j];
+            for (int j = 0; j < 8; ++j) {
+                float2 const delta = load_shared_float2(rows + 4 * kBwdRows + 32 * j);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) dp[4 * j + e] = s[4 * j + e] * (dp[4 * j + e] - (e & 1 ? delta.y : delta.x));
+            }
             keep(dp);
             wgmma_wait<0>();
             keep(dk);
@@ -399,26 +386,23 @@ __device__ __forceinline__ void bwd_consumer(BwdSmem<C>& sm, BwdParams const& p,
             if (i > 0 && lane == 0) mbar_arrive(&sm.empty[previous]);
             previous = stage;
             ring.next();
+            mbar_wait(&sm.ds_empty[buffer], ds_phase);
             uint32_t const ds_base = smem_addr(sm.ds[buffer]);
 #pragma unroll
             for (int a = 0; a < 4; ++a) {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
+                    pf[a][e] = pack2<T>(s[8 * a + 2 * e], s[8 * a + 2 * e + 1]);
                     dsf[a][e] = pack2<T>(dp[8 * a + 2 * e], dp[8 * a + 2 * e + 1]);
                 }
                 stmatrix_x4(ds_base + sw128(frag_row, 2 * a + (lane >> 4)), dsf[a][0], dsf[a][1], dsf[a][2], dsf[a][3]);
-            }
-#pragma unroll
-            for (int a = 0; a < 4; ++a) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) pf[a][e] = pack2<T>(s[8 * a + 2 * e], s[8 * a + 2 * e + 1]);
             }
             fence_proxy_async();
             __syncwarp();
             if (lane == 0) mbar_arrive(&sm.ds_full[buffer]);
             buffer ^= 1;
             ds_phase ^= buffer == 0;
-            at.next(t.m_min, t.m_count, p.heads_per_kv);
+            at.next();
         }
         if (tiles > 0) {
             fence();
@@ -440,14 +424,12 @@ template <typename C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     bwd_kernel(__grid_constant__ CUtensorMap const map_q, __grid_constant__ CUtensorMap const map_do,
                __grid_constant__ CUtensorMap const map_k, __grid_constant__ CUtensorMap const map_v, __grid_constant__ BwdParams const p) {
-    // Used as it is, without pointer arithmetic that would hide from the compiler that this is shared memory.
-    extern __shared__ __align__(1024) uint8_t raw[];
-    BwdSmem<C>& sm = *reinterpret_cast<BwdSmem<C>*>(raw);
-    if ((smem_addr(raw) & 1023) != 0) asm volatile("trap;");  // the swizzle needs it, and nothing promises it
+    extern __shared__ uint8_t raw[];
+    BwdSmem<C>& sm = *reinterpret_cast<BwdSmem<C>*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
     int const warpgroup = __shfl_sync(0xffffffff, threadIdx.x >> 7, 0);
     if (threadIdx.x == 0) {
         mbar_init(&sm.kv_full, 1);
-        mbar_init(&sm.item_empty, 8);
+        mbar_init(&sm.item_empty, 12);
         for (int i = 0; i < C::kStages; ++i) {
             mbar_init(&sm.full[i], 1);
             mbar_init(&sm.empty[i], 8);

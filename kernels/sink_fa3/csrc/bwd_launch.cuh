@@ -20,7 +20,7 @@ inline BwdWorkspace bwd_workspace(Problem const& pr) {
     int64_t const tiles = w.slots * pr.heads;
     w.dq_acc = 0;
     w.rows = w.dq_acc + up(tiles * kDqTile * 4);
-    w.sink_part = w.rows + up(tiles * kRowValues * 4);
+    w.sink_part = w.rows + up(tiles * 2 * kBwdRows * 4);
     w.turns = w.sink_part + up(tiles * 4);
     w.counter = w.turns + up(tiles * 4);
     w.bytes = w.counter + 1024;
@@ -84,7 +84,7 @@ char const* bwd_launch_config(Problem const& pr, BwdArgs const& a, cudaStream_t 
             !encode_rows(&map_k, pr.dtype, a.k, pr.total_k, pr.kv_heads, 64, a.k_token, a.k_head, kBwdKeys, 1) ||
             !encode_rows(&map_v, pr.dtype, a.v, pr.total_k, pr.kv_heads, 64, a.v_token, a.v_head, kBwdKeys, 1))
             return "sink_fa3 bwd: no TMA descriptor for q, k, v or dout (base must be 16-byte aligned, strides multiples of 8 elements)";
-        constexpr int kSmem = sizeof(BwdSmem<C>);
+        constexpr int kSmem = sizeof(BwdSmem<C>) + 1024;
         auto* const kernel = bwd_kernel<C>;
         if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem) != cudaSuccess)
             return "sink_fa3 bwd: the device does not offer the shared memory of an sm_90 block";

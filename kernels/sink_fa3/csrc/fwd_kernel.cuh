@@ -22,7 +22,7 @@ __device__ __forceinline__ void fwd_producer(FwdSmem<C>& sm, CUtensorMap const* 
     TileParams const& tp = p.tiles;
     Ring<C::kStages> ring;
     uint32_t q_phase = 0;
-    uint32_t const q_bytes = C::kHalves * 128 * tp.group * tp.tokens;
+    uint32_t const q_bytes = 128 * tp.group * tp.tokens;
     while (true) {
         Tile t;
         int ticket;
@@ -39,8 +39,7 @@ __device__ __forceinline__ void fwd_producer(FwdSmem<C>& sm, CUtensorMap const* 
         sm.tile = t;
         int const head0 = t.head_group * tp.group;
         mbar_arrive_tx(&sm.q_full, q_bytes);
-        for (int h = 0; h < C::kHalves; ++h)
-            tma_load_3d(sm.q + h * C::kM * 128, map_q, &sm.q_full, 64 * h, head0, t.q_begin + t.token0);
+        tma_load_3d(sm.q, map_q, &sm.q_full, 0, head0, t.q_begin + t.token0);
         load_key_blocks<C>(sm, map_k, map_v, t, head0 / p.heads_per_kv, ring);
     }
 }
@@ -56,8 +55,7 @@ __device__ __forceinline__ void store_rows(FwdSmem<C>& sm, FwdParams const& p, T
     bar_sync(1 + wg, 128);  // the slab's last reader is done
 #pragma unroll
     for (int j = 0; j < C::D / 16; ++j) {
-        int const block = j / 4;
-        stmatrix_x4(slab + block * C::kM * 128 + sw128(row, 2 * (j % 4) + (lane >> 4)), pack2<T>(o[8 * j], o[8 * j + 1]),
+        stmatrix_x4(slab + sw128(row, 2 * j + (lane >> 4)), pack2<T>(o[8 * j], o[8 * j + 1]),
                     pack2<T>(o[8 * j + 2], o[8 * j + 3]), pack2<T>(o[8 * j + 4], o[8 * j + 5]), pack2<T>(o[8 * j + 6], o[8 * j + 7]));
     }
     bar_sync(1 + wg, 128);
@@ -73,7 +71,7 @@ __device__ __forceinline__ void store_rows(FwdSmem<C>& sm, FwdParams const& p, T
             uint4 value;
             asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                          : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                         : "r"(slab + (chunk / 8) * C::kM * 128 + sw128(r, chunk % 8)));
+                         : "r"(slab + sw128(r, chunk)));
             int64_t const out_row = int64_t(t.q_begin + t.token0 + token) * p.heads + head;
             *reinterpret_cast<uint4*>(reinterpret_cast<T*>(p.out) + out_row * C::D + chunk * 8) = value;
         }
@@ -87,9 +85,6 @@ __device__ __forceinline__ void fwd_consumer(FwdSmem<C>& sm, FwdParams const& p,
     int const lane = threadIdx.x & 31;
     int const row0 = wg * 64 + ((threadIdx.x >> 5) & 3) * 16 + (lane >> 2);
     int const group = p.tiles.group;
-    if constexpr (C::kPingPong) {
-        if (wg == C::kWarpgroups - 1) bar_arrive(4, 256);
-    }
     while (true) {
         mbar_wait(&sm.q_full, q_phase);
         q_phase ^= 1;
@@ -154,7 +149,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     // Rows of the Q tile that the copies never fill (a group that does not divide kM) must still be finite.
     int const rows = p.tiles.group * p.tiles.tokens;
     for (int i = rows * 8 + threadIdx.x; i < C::kM * 8; i += C::kThreads) {
-        for (int h = 0; h < C::kHalves; ++h) reinterpret_cast<uint4*>(sm.q + h * C::kM * 128)[i] = uint4{0, 0, 0, 0};
+        reinterpret_cast<uint4*>(sm.q)[i] = uint4{0, 0, 0, 0};
     }
     fence_proxy_async();
     __syncthreads();

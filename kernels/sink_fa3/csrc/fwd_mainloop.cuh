@@ -11,17 +11,14 @@
 
 namespace sink_fa3 {
 
-template <typename T_, int kHeadDim, int kWarpgroups_, int kStages_, int kPoly_, bool kPingPong_>
+template <typename T_, int kWarpgroups_, int kStages_>
 struct FwdConfig {
     using T = T_;
-    static constexpr int D = kHeadDim;
+    static constexpr int D = 64;  // a row is one 128-byte swizzle span
     static constexpr int kWarpgroups = kWarpgroups_;  // consumers
     static constexpr int kStages = kStages_;
-    static constexpr int kPoly = kPoly_;  // of every eight exponentials, how many run on the FMA pipe
-    static constexpr bool kPingPong = kPingPong_;
     static constexpr int kM = 64 * kWarpgroups;
     static constexpr int kN = 128;
-    static constexpr int kHalves = D / 64;  // a tile is stored as blocks of 64 columns
     static constexpr int kThreads = 128 * (kWarpgroups + 1);
     static constexpr int kProducerRegs = kWarpgroups == 3 ? 32 : 24;
     static constexpr int kConsumerRegs = kWarpgroups == 3 ? 160 : 240;
@@ -59,27 +56,21 @@ __device__ __forceinline__ void load_key_blocks(FwdSmem<C>& sm, CUtensorMap cons
     for (int n = t.n_max - 1; n >= t.n_min; --n) {
         int const row = t.k_begin + n * C::kN;
         mbar_wait(&sm.k_empty[ring.stage], ring.phase ^ 1);
-        mbar_arrive_tx(&sm.k_full[ring.stage], C::kHalves * kBlockBytes);
-        for (int h = 0; h < C::kHalves; ++h)
-            tma_load_3d(sm.k[ring.stage] + h * kBlockBytes, map_k, &sm.k_full[ring.stage], 64 * h, kv_head, row);
+        mbar_arrive_tx(&sm.k_full[ring.stage], kBlockBytes);
+        tma_load_3d(sm.k[ring.stage], map_k, &sm.k_full[ring.stage], 0, kv_head, row);
         mbar_wait(&sm.v_empty[ring.stage], ring.phase ^ 1);
-        mbar_arrive_tx(&sm.v_full[ring.stage], C::kHalves * kBlockBytes);
-        for (int h = 0; h < C::kHalves; ++h)
-            tma_load_3d(sm.v[ring.stage] + h * kBlockBytes, map_v, &sm.v_full[ring.stage], 64 * h, kv_head, row);
+        mbar_arrive_tx(&sm.v_full[ring.stage], kBlockBytes);
+        tma_load_3d(sm.v[ring.stage], map_v, &sm.v_full[ring.stage], 0, kv_head, row);
         ring.next();
     }
 }
 
-// S[64 x kN] = Q K^T. Rows of 128 bytes: 64 columns make a block.
+// S[64 x kN] = Q K^T.
 template <typename C>
 __device__ __forceinline__ void issue_qk(float (&s)[C::kN / 2], uint64_t q, uint64_t k) {
 #pragma unroll
-    for (int h = 0; h < C::kHalves; ++h) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            Wgmma<typename C::T, C::kN, 0>::ss(s, desc_advance(q, h * C::kM * 128 + i * 32),
-                                               desc_advance(k, h * C::kN * 128 + i * 32), h + i > 0);
-    }
+    for (int i = 0; i < C::D / 16; ++i)
+        Wgmma<typename C::T, C::kN, 0>::ss(s, desc_advance(q, i * 32), desc_advance(k, i * 32), i > 0);
 }
 
 // O[64 x D] += P V with P in registers.
@@ -95,19 +86,17 @@ __device__ __forceinline__ void recompute_scores(float (&s)[C::kN / 2], uint32_t
     uint32_t const row = (lane & 7) + ((lane >> 3) & 1) * 8;
 #pragma unroll
     for (int i = 0; i < C::kN / 2; ++i) s[i] = 0.f;
-    for (int h = 0; h < C::kHalves; ++h) {
-        uint32_t a[4][4];
+    uint32_t a[4][4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) ldmatrix_x4(q + h * C::kM * 128 + sw128(row, 2 * i + (lane >> 4)), a[i]);
+    for (int i = 0; i < 4; ++i) ldmatrix_x4(q + sw128(row, 2 * i + (lane >> 4)), a[i]);
 #pragma unroll
-        for (int j = 0; j < C::kN / 8; ++j) {
+    for (int j = 0; j < C::kN / 8; ++j) {
 #pragma unroll
-            for (int i = 0; i < 4; i += 2) {
-                uint32_t b[4];
-                ldmatrix_x4(k + h * C::kN * 128 + sw128(8 * j + (lane & 7), 2 * i + (lane >> 3)), b);
-                mma_m16n8k16<typename C::T>(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3], a[i], b[0], b[1]);
-                mma_m16n8k16<typename C::T>(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3], a[i + 1], b[2], b[3]);
-            }
+        for (int i = 0; i < 4; i += 2) {
+            uint32_t b[4];
+            ldmatrix_x4(k + sw128(8 * j + (lane & 7), 2 * i + (lane >> 3)), b);
+            mma_m16n8k16<typename C::T>(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3], a[i], b[0], b[1]);
+            mma_m16n8k16<typename C::T>(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3], a[i + 1], b[2], b[3]);
         }
     }
 }
@@ -153,18 +142,11 @@ struct KeyLoop {
     __device__ __forceinline__ void release(uint64_t* bar) const {
         if (lane == 0) mbar_arrive(bar);
     }
-    __device__ __forceinline__ void take_turn() const {
-        if constexpr (C::kPingPong) bar_sync(4 + wg, 256);
-    }
-    __device__ __forceinline__ void pass_turn() const {
-        if constexpr (C::kPingPong) bar_arrive(4 + (wg + 1 == C::kWarpgroups ? 0 : wg + 1), 256);
-    }
 
     // Issues this block's Q K^T and the previous block's P V; returns when the scores are there.
     __device__ __forceinline__ void start_step(int stage, uint32_t phase, int prev, uint32_t prev_phase) {
         mbar_wait(&sm.k_full[stage], phase);
         mbar_wait(&sm.v_full[prev], prev_phase);
-        take_turn();
         keep(s);
         keep(o);
         wgmma_fence();
@@ -172,7 +154,6 @@ struct KeyLoop {
         wgmma_commit();
         issue_pv<C>(o, p, v_desc(prev));
         wgmma_commit();
-        pass_turn();
         wgmma_wait<1>();
         keep(s);
     }
@@ -187,12 +168,10 @@ struct KeyLoop {
 
     __device__ __forceinline__ void first_block(bool masked) {
         mbar_wait(&sm.k_full[ring.stage], ring.phase);
-        take_turn();
         keep(s);
         wgmma_fence();
         issue_qk<C>(s, smem_desc_sw128(q_base()), k_desc(ring.stage));
         wgmma_commit();
-        pass_turn();
         wgmma_wait<0>();
         keep(s);
         release(&sm.k_empty[ring.stage]);
@@ -221,7 +200,7 @@ struct KeyLoop {
         start_step(kStage, ring.phase, kPrev, prev_phase);
         // A warp whose reference no longer serves takes the scores again, still before the wait: without a branch here the
         // compiler would let the exponentials sink below it, and nothing would run under the product with V.
-        bool const fresh = softmax_stale_max<typename C::T, C::kPoly>(s, c, mc, row_sum);
+        bool const fresh = softmax_stale_max<typename C::T>(s, c, mc, row_sum);
         if (fresh) recompute_scores<C>(s, q_base() + ((threadIdx.x >> 5) & 3) * 16 * 128, smem_addr(sm.k[kStage]), lane);
         wgmma_wait<0>();
         keep(o);
