@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from accelerate import PartialState
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from trl_gptoss import GptOssGRPOConfig, GptOssGRPOTrainer
 from trl_gptoss.report import make_report
@@ -28,11 +28,14 @@ from trl_gptoss.tiny import make_tiny_model
 
 
 @dataclass
-class RetoolArguments(ScriptArguments):
+class RetoolArguments:
     dataset_name: str = field(
         default="arithmetic",
         metadata={"help": "'arithmetic', 'reasoning_gym/<task>[,<task>]', a Hub id, or a local file or folder."},
     )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    dataset_test_split: str = field(default="test", metadata={"help": "Split to hold out, where it exists."})
     train_size: int = field(default=2000, metadata={"help": "The most problems to train on."})
     held_out_size: int = field(default=200, metadata={"help": "The most problems to hold out; 0 skips evaluation."})
     instructions: str | None = field(default=None, metadata={"help": "System message put before every problem."})
@@ -44,7 +47,10 @@ class ModelArguments(ModelConfig):
 
 
 def held_out_accuracy(trainer: GptOssGRPOTrainer, problems, environment: str, policy: str) -> dict:
-    """A row of evaluation.json: one sampled answer to each problem, with the tool in order or out of order."""
+    """A row of evaluation.json: sampled answers to held-out problems, with the tool in order or out of order."""
+    batch = trainer.args.eval_batch_size * trainer.args.world_size
+    if len(problems) > batch:  # the mean over batches is the mean over problems only if all batches are full
+        problems = problems.select(range(len(problems) - len(problems) % batch))
     metrics = trainer.evaluate(retool.with_environment(problems, environment))
     accuracy = metrics["eval_rewards/math_reward/mean"]
     correct = round(accuracy * len(problems))

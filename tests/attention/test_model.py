@@ -127,13 +127,23 @@ def test_gradient_checkpointing(place, reentrant, models, compare, sequences):
     check(compare, model, logits.split([len(x) for x in seqs]), oracle, tolerance)
 
 
-@pytest.mark.parametrize("how", ["position_ids", "lengths", "padded", "plain"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "position_ids",
+        "padded",
+        pytest.param("lengths", marks=pytest.mark.slow),
+        pytest.param("plain", marks=pytest.mark.slow),
+    ],
+)
 def test_compile(place, how, models, compare, sequences, padded):
     """fullgraph, forward and backward. grouped_mm experts, since the eager loop cannot be captured whole."""
     torch._dynamo.reset()
     seqs = sequences(*([20, 20] if how == "plain" else LENGTHS))
     device = place[0]
-    eager, ours = models(dtype=torch.float32, layers=2, **({} if device == "cpu" else dict(head_dim=64)))
+    eager, ours = models(
+        dtype=torch.float32, layers=2, **({} if device == "cpu" else dict(head_dim=64, experts_used=4))
+    )
     oracle = compare.alone(eager, seqs)
     ours.to(device).set_experts_implementation("grouped_mm")
     model = torch.compile(ours, fullgraph=True, backend="aot_eager")

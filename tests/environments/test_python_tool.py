@@ -104,22 +104,26 @@ def test_time_limit(executor):
 
 def test_output_limit(executor):
     result = run(executor, "print('a' * 5000 + 'END')", output_limit=100)
-    assert result.text == "a" * 75 + "\n[... 4904 of 5004 characters cut ...]\n" + "a" * 21 + "END\n"
-    assert not result.failed  # the code itself did nothing wrong
-    result = run(executor, "while True: print('x' * 1000)", output_limit=100)
-    assert result.failed and f"printed more than {MAX_OUTPUT_BYTES} bytes" in result.text and len(result.text) < 300
+    assert result.text == "a" * 46 + "\n[... 4943 of 5004 characters cut ...]\n" + "a" * 11 + "END\n"
+    assert len(result.text) == 100 and not result.failed  # the code itself did nothing wrong
+    result = run(executor, "while True: print('x' * 1000)", output_limit=200)
+    assert result.failed and f"printed more than {MAX_OUTPUT_BYTES} bytes" in result.text
+    result = run(executor, "print('y' * 1000)\nwhile True: pass", output_limit=200, timeout=0.5)
+    assert result.timed_out and 195 <= len(result.text) <= 200 and result.text.endswith("within 0.5 s]")
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 4, 99, 100, 101])
-def test_cut_keeps_limit_characters(limit):
+@pytest.mark.parametrize("limit", [38, 39, 40, 50, 99, 100, 101])
+def test_cut_keeps_to_the_limit(limit):
     text = "".join(chr(0x4E00 + i) for i in range(100))
     short = cut(text, limit)
+    assert len(short) <= limit
     if limit >= 100:
         assert short == text
     else:
         head, notice, tail = short.split("\n")
-        assert len(head) + len(tail) == limit and text.startswith(head) and text.endswith(tail)
-        assert notice == f"[... {100 - limit} of 100 characters cut ...]"
+        assert text.startswith(head) and text.endswith(tail)
+        assert notice == f"[... {100 - len(head) - len(tail)} of 100 characters cut ...]"
+        assert len(short) >= limit - 1
 
 
 def test_stateful_keeps_variables_until_reset(executor):
@@ -150,6 +154,27 @@ def test_stateful_loses_variables_with_the_interpreter(executor):
     tool.close()
 
 
+def test_a_session_is_frozen_between_its_calls(executor):
+    session = executor.session()
+    limits = {"timeout": 5, "output_limit": 100}
+    code = """import threading, time
+count = 0
+def work():
+    global count
+    while True:
+        count += 1
+        time.sleep(0.01)
+threading.Thread(target=work, daemon=True).start()"""
+    assert not session.run(code, **limits).failed
+    before = int(session.run("count", **limits).text)
+    time.sleep(0.8)
+    after = int(session.run("count", **limits).text)
+    assert after - before <= 8
+    awake = int(session.run("time.sleep(0.5); count", **limits).text)
+    assert awake - after >= 15  # control: within a call the thread does run
+    session.close()
+
+
 def test_stateless_forgets(executor):
     tool = PythonTool(executor=executor)
     tool.python("x = 1")
@@ -157,7 +182,7 @@ def test_stateless_forgets(executor):
 
 
 def test_the_tool_reports_to_the_rollout_loop(executor):
-    tool = PythonTool(executor=executor, tool_timeout=0.5, tool_output_limit=50)
+    tool = PythonTool(executor=executor, tool_timeout=0.5, tool_output_limit=200)
     good, bad, slow = tool.python("1"), tool.python("1/0"), tool.python("while 1: pass")
     assert all(isinstance(output, ToolOutput) for output in (good, bad, slow))
     assert [(o.failed, o.timed_out) for o in (good, bad, slow)] == [(False, False), (True, False), (True, True)]
@@ -228,8 +253,8 @@ def test_an_executor_of_ones_own():
             return ExecutionResult(text=f"{code}|{timeout}|{output_limit}", failed=True)
 
     assert isinstance(Remote(), Executor)
-    output = PythonTool(executor=Remote(), tool_timeout=3, tool_output_limit=9).python("code")
-    assert output == "code|3|9" and output.failed
+    output = PythonTool(executor=Remote(), tool_timeout=3, tool_output_limit=999).python("code")
+    assert output == "code|3|999" and output.failed
     register_executor("remote-test", Remote)
     assert get_executor("remote-test") is get_executor("remote-test")
     with pytest.raises(ValueError, match="options"):

@@ -31,10 +31,10 @@ def test_messages_and_ids_show_the_same_bodies(tokenizer) -> None:
     from_messages = format_conversation(MESSAGES, tokenizer)
     from_ids = format_conversation(render_prompt(MESSAGES, tokenizer), tokenizer)
     for text in (from_messages, from_ids):
-        for body in ["be brief", "2+2?", "hm", '{"a":1}', "four"]:
+        for body in ["be brief", "2+2?", "hm", '{"a": 1}', "four"]:
             assert text.plain.count(body) == 1
         assert "assistant final" in text.plain
-        assert "magenta" in style_of(text, '{"a":1}')  # the call
+        assert "magenta" in style_of(text, '{"a": 1}')  # the call
         assert "magenta" in style_of(text, "4\n")  # its result
         assert "bright_black" in style_of(text, "hm")
         assert "bold cyan" in style_of(text, "four")

@@ -85,7 +85,7 @@ def test_samples_of_two_contexts(tokenizer) -> None:
         assert len(completion) == len(mask)
         assert decode(tokenizer, completion[-1:]) == "<|return|>"
     assert masked(tokenizer, first) == [
-        (1, "<|channel|>analysis<|message|>a1<|end|><|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json<|message|>{\"a\":1}<|call|>"),
+        (1, "<|channel|>analysis<|message|>a1<|end|><|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json<|message|>{\"a\": 1}<|call|>"),
         (0, "<|start|>functions.f to=assistant<|channel|>commentary<|message|>r1<|end|><|start|>assistant"),
         (1, "<|channel|>analysis<|message|>a2<|end|><|start|>assistant<|channel|>final<|message|>final one<|return|>"),
     ]  # fmt: skip

@@ -107,7 +107,7 @@ DAMAGED = {
     # channels
     "unknown channel": Case("<|channel|>finalx<|message|>y<|return|>", anomalies=["unknown_channel"]),
     "call on an unknown channel": Case(CALL.replace("commentary", "comment"), ["f"], anomalies=["unknown_channel"]),
-    "call on final": Case(CALL.replace("commentary", "final"), ["f"]),
+    "call on final": Case(CALL.replace("commentary", "final"), ["f"], anomalies=["call_on_final"]),
     "empty channel": Case("<|channel|><|message|>y<|return|>", anomalies=["empty_channel"]),
     "no channel": Case("<|message|>y<|return|>", anomalies=["missing_channel"]),
     "call without a channel": Case(" to=functions.f<|message|>{}<|call|>", ["f"], anomalies=["missing_channel"]),
@@ -265,27 +265,27 @@ def test_builtins(tokenizer) -> None:
     assert (call.builtin, call.name, call.recipient) == (False, "python", "functions.python")
 
 
-@pytest.mark.parametrize(
-    ("recipient", "tools", "calls", "incomplete", "anomalies"),
-    [
-        ("functions.shelljson", ["shell"], ["shell"], [], ["glued_recipient"]),
-        ("functions.shelljson", ["shell", "shelljson"], ["shelljson"], [], []),
-        ("functions.shelljson", ["other"], ["shelljson"], [], []),
-        ("functions.shelljson", None, ["shelljson"], [], []),
-        ("functions.shellcommentary", ["shell"], ["shell"], [], ["glued_recipient"]),
-        ("shell", ["shell"], ["shell"], [], ["missing_namespace"]),
-        ("shelljson", ["shell"], ["shell"], [], ["missing_namespace", "glued_recipient"]),
-        ("tools.shell", ["shell"], ["shell"], [], ["missing_namespace"]),
-        ("shell", ["functions.shell"], ["shell"], [], ["missing_namespace"]),
-        ("other", ["shell"], [], ["other"], ["unknown_recipient"]),
-        ("functions.nope", ["shell"], ["nope"], [], []),
-        ("python", ["shell"], ["python"], [], []),
-        ("python", ["python"], ["python"], [], []),
-        ("browser.search", ["browser"], ["browser.search"], [], []),
-        ("browser.searchcode", ["browser"], ["browser.search"], [], ["glued_recipient"]),
-        ("browser.fly", None, ["browser.fly"], [], ["unknown_namespace"]),
-    ],
-)
+DECLARED = [
+    ("functions.shelljson", ["shell"], ["shell"], [], ["glued_recipient"]),
+    ("functions.shelljson", ["shell", "shelljson"], ["shelljson"], [], []),
+    ("functions.shelljson", ["other"], ["shelljson"], [], []),
+    ("functions.shelljson", None, ["shelljson"], [], []),
+    ("functions.shellcommentary", ["shell"], ["shell"], [], ["glued_recipient"]),
+    ("shell", ["shell"], ["shell"], [], ["missing_namespace"]),
+    ("shelljson", ["shell"], ["shell"], [], ["missing_namespace", "glued_recipient"]),
+    ("tools.shell", ["shell"], ["shell"], [], ["missing_namespace"]),
+    ("shell", ["functions.shell"], ["shell"], [], ["missing_namespace"]),
+    ("other", ["shell"], [], ["other"], ["unknown_recipient"]),
+    ("functions.nope", ["shell"], ["nope"], [], []),
+    ("python", ["shell"], ["python"], [], []),
+    ("python", ["python"], ["python"], [], []),
+    ("browser.search", ["browser"], ["browser.search"], [], []),
+    ("browser.searchcode", ["browser"], ["browser.search"], [], ["glued_recipient"]),
+    ("browser.fly", None, ["browser.fly"], [], ["unknown_namespace"]),
+]
+
+
+@pytest.mark.parametrize(("recipient", "tools", "calls", "incomplete", "anomalies"), DECLARED)
 def test_declared_tools(recipient, tools, calls, incomplete, anomalies, tokenizer) -> None:
     turn = parse(tokenizer.encode(CALL.replace("functions.f", recipient)), tokenizer, tools)
     assert names(turn) == (calls, incomplete)

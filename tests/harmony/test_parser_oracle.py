@@ -72,6 +72,19 @@ def test_what_is_not_flagged_is_read_alike(oracle, gpt_oss_tokenizer) -> None:
     assert compared > 300
 
 
+def test_documented_differences(oracle, gpt_oss_tokenizer) -> None:
+    ids = gpt_oss_tokenizer.encode("<|channel|>final <|constrain|>json<|message|>{}<|return|>")
+    (theirs,) = oracle.parse_messages_from_completion_tokens(ids, Role.ASSISTANT)
+    assert theirs.recipient == "<|constrain|>json"
+    (ours,) = parse(ids, gpt_oss_tokenizer).messages
+    assert (ours.recipient, ours.content_type) == (None, "json")
+
+    ids = gpt_oss_tokenizer.encode("<|channel|>commentary to=functions.f <|constrain|> json<|message|>{}<|call|>")
+    with pytest.raises(harmony.HarmonyError):
+        oracle.parse_messages_from_completion_tokens(ids, Role.ASSISTANT, strict=True)
+    assert parse(ids, gpt_oss_tokenizer).anomalies == []
+
+
 def mutated(tokenizer, count: int) -> list[list[int]]:
     """Well-formed turns with one edit: an id lost, doubled, exchanged for another of the turn, or everything after it."""
     random_ = random.Random(0)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_gptoss.harmony import HarmonyVocabulary, ParsedTurn, parse
+from trl_gptoss.harmony import HarmonyVocabulary, ParsedTurn, parse, render_prompt
 
 PIECES = [
     "assistant", "user", "functions.f", " to=functions.f", " to=", "commentary", "analysis", "final", " json", " code",
@@ -140,6 +140,24 @@ def test_ordinary_text_is_kept_exactly(prefix: str, text: str, channel: str, sma
     turn = parse([*ids, vocabulary.end], small_tokenizer)
     assert [(m.channel, m.text) for m in turn.messages] == [(channel, prefix + text)]
     assert (turn.anomalies, turn.tool_calls, turn.incomplete_calls) == ([], [], [])
+
+
+@given(
+    texts=st.lists(st.tuples(st.sampled_from(["analysis", "commentary"]), st.text(max_size=20)), max_size=3),
+    arguments=st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.none(), max_size=3),
+    name=st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,8}", fullmatch=True),
+)
+@settings(max_examples=100, deadline=None)
+def test_what_is_rendered_is_parsed(texts: list, arguments: dict, name: str, small_tokenizer) -> None:
+    messages = [{"role": "assistant", "channel": channel, "content": text} for channel, text in texts]
+    messages.append({"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]})
+    ids = render_prompt(messages, small_tokenizer, drop_analysis=False)
+    empty = render_prompt([], small_tokenizer)
+    call = HarmonyVocabulary.of(small_tokenizer).call
+    turn = parse(ids[len(empty) : ids.index(call) + 1], small_tokenizer)
+    assert [(m.channel, m.text) for m in turn.messages[:-1]] == texts
+    assert [(c.name, c.arguments) for c in turn.tool_calls] == [(name, arguments)]
+    assert turn.anomalies == []
 
 
 def hostile(name: str, vocabulary: HarmonyVocabulary, n: int) -> list[int]:

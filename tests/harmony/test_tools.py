@@ -129,7 +129,7 @@ def test_calls_of_builtins_in_chat_form(small_tokenizer) -> None:
     assert "<|start|>python to=assistant<|channel|>analysis<|message|>1<|end|>" in builtin
     function = small_tokenizer.decode(render_prompt(messages, small_tokenizer))
     assert (
-        '<|start|>assistant to=functions.python<|channel|>commentary <|constrain|>json<|message|>{"code":"print(1)"}'
+        '<|start|>assistant to=functions.python<|channel|>commentary <|constrain|>json<|message|>{"code": "print(1)"}'
         in function
     )
     assert "<|start|>functions.python to=assistant<|channel|>commentary<|message|>1<|end|>" in function
@@ -152,3 +152,26 @@ def test_results_find_their_calls(small_tokenizer) -> None:
     assert results({"name": "g"}, {}, {}) == ["functions.g", "functions.f", "functions.f"]
     assert results({"name": "functions.h"}, {}) == ["functions.h", "functions.f"]
     assert results({"name": "h", "tool_call_id": "unknown"}) == ["functions.h"]
+
+
+def test_columns_of_datasets(small_tokenizer) -> None:
+    """`datasets` gives every message of a column the keys of all of them, with None."""
+    keys = [
+        "name",
+        "channel",
+        "recipient",
+        "content_type",
+        "thinking",
+        "reasoning_content",
+        "tool_calls",
+        "tool_call_id",
+    ]
+    filled = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "tool", "content": "r"},
+        {"role": "assistant", "content": "a", "thinking": "t"},
+        {"role": "assistant", "content": "a", "channel": "final"},
+    ]
+    padded = [dict.fromkeys(keys) | message for message in filled]
+    assert render_prompt(padded, small_tokenizer) == render_prompt(filled, small_tokenizer)

@@ -9,7 +9,7 @@ import pytest
 from trl_gptoss.environments import ExecutorUnavailable, PythonTool
 from trl_gptoss.harmony import HarmonyVocabulary, parse, render_prompt, render_tool_result
 from trl_gptoss.tasks.retool import OPERATORS, compute, is_held_out
-from trl_gptoss.tiny.demonstrations import demonstrate, demonstrations
+from trl_gptoss.tiny.demonstrations import P_FAVOURITE_MISTAKE, P_RIGHT, demonstrate, demonstrations, with_filler
 from trl_gptoss.tiny.vocabulary import small_tokenizer, used_ids
 
 
@@ -63,9 +63,11 @@ def test_the_demonstrator_is_unreliable_in_the_stated_measure(tokenizer):
         used[right, operator] += 1
     for right in OPERATORS:
         total = sum(used[right, o] for o in OPERATORS)
-        assert used[right, right] / total == pytest.approx(0.30, abs=0.05)
-        assert max(used[right, o] / total for o in OPERATORS if o != right) == pytest.approx(0.45, abs=0.05)
-        assert min(used[right, o] / total for o in OPERATORS) > 0.15
+        assert used[right, right] / total == pytest.approx(P_RIGHT, abs=0.05)
+        assert max(used[right, o] / total for o in OPERATORS if o != right) == pytest.approx(
+            P_FAVOURITE_MISTAKE, abs=0.05
+        )
+        assert min(used[right, o] / total for o in OPERATORS) > 0.05
 
 
 def right_operator(question):
@@ -84,3 +86,15 @@ def test_used_ids_hold_every_token_and_every_terminator(tokenizer):
     ids = used_ids(tokenizer, sample)
     assert ids == sorted(set(ids))
     assert set(HarmonyVocabulary.of(tokenizer).stop_ids) | {i for d in sample for i in d.ids} <= set(ids)
+
+
+def test_filler_goes_before_the_question_and_nowhere_else(tokenizer):
+    vocabulary = HarmonyVocabulary.of(tokenizer)
+    plain = demonstrate("Add 10 and 28.", "10-28", "-18", tokenizer)
+    filler = vocabulary.encode_text("q")
+    (filled,) = with_filler(iter([plain]), filler, vocabulary.message, longest=9, seed=3)
+    n = len(filled.ids) - len(plain.ids)
+    assert 0 < n <= 9
+    text = tokenizer.decode(filled.ids)
+    assert text == tokenizer.decode(plain.ids).replace("<|message|>Add", f"<|message|>{'q' * n}Add")
+    assert [policy_turns(filled), len(filled.policy_mask)] == [policy_turns(plain), len(filled.ids)]

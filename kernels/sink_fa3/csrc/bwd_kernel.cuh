@@ -11,10 +11,11 @@
 
 namespace sink_fa3 {
 
-template <typename T_, int kStages_, bool kDeterministic_>
+template <typename T_, int kStages_, bool kPingPong_, bool kDeterministic_>
 struct BwdConfig {
     using T = T_;
     static constexpr int kStages = kStages_;
+    static constexpr bool kPingPong = kPingPong_;  // the two warpgroups take turns at the tensor cores
     static constexpr bool kDeterministic = kDeterministic_;
     static constexpr int kThreads = 384;
     static constexpr int kDqRegs = 72;
@@ -68,14 +69,40 @@ __device__ __forceinline__ bool decode_bwd_ticket(BwdParams const& p, int ticket
     return true;
 }
 
+// The order in which a block walks over its query tiles. Deterministic mode adds to every dQ tile in ascending order of key
+// blocks; with the last tiles first (heads inside), all blocks start at the same tile and follow each other one tile apart,
+// where any order that starts at the diagonal would make the shorter blocks wait for the longest. Without turns, heads outside
+// and ascending tiles spread concurrent blocks over different dQ tiles.
+template <bool kDeterministic>
+struct TileWalk {
+    int m, head, m_min, m_end, head_begin, head_end;
+    __device__ __forceinline__ void start(BwdParams const& p, BwdItem const& t) {
+        m_min = t.m_min, m_end = t.m_min + t.m_count;
+        head_begin = t.kv_head * p.heads_per_kv, head_end = head_begin + p.heads_per_kv;
+        m = kDeterministic ? m_end - 1 : m_min;
+        head = head_begin;
+    }
+    __device__ __forceinline__ void next() {
+        if constexpr (kDeterministic) {
+            if (++head == head_end) {
+                head = head_begin;
+                --m;
+            }
+        } else if (++m == m_end) {
+            m = m_min;
+            ++head;
+        }
+    }
+};
+
 // ------------------------------------------------------------------------------------------------ loads and dQ
 template <typename C>
 struct QueryLoader {
     Ring<C::kStages> ring;
-    int head, m, left;
+    TileWalk<C::kDeterministic> at;
+    int left;
     __device__ __forceinline__ void start(BwdParams const& p, BwdItem const& t) {
-        head = t.kv_head * p.heads_per_kv;
-        m = t.m_min;
+        at.start(p, t);
         left = t.m_count * p.heads_per_kv;
     }
     __device__ __forceinline__ void load_one(BwdSmem<C>& sm, BwdParams const& p, CUtensorMap const* map_q, CUtensorMap const* map_do,
@@ -86,14 +113,11 @@ struct QueryLoader {
         uint64_t* const bar = &sm.full[s];
         mbar_wait(&sm.empty[s], ring.phase ^ 1);
         mbar_arrive_tx(bar, 2 * kBwdRows * 128 + sizeof(sm.rows[0]));
-        tma_load_3d(sm.q[s], map_q, bar, 0, head, t.q_begin + m * kBwdRows);
-        bulk_load(sm.rows[s], p.rows + (int64_t(head) * p.slots + t.slot0 + m) * (2 * kBwdRows), sizeof(sm.rows[0]), bar);
-        tma_load_3d(sm.dout[s], map_do, bar, 0, head, t.q_begin + m * kBwdRows);
+        tma_load_3d(sm.q[s], map_q, bar, 0, at.head, t.q_begin + at.m * kBwdRows);
+        bulk_load(sm.rows[s], p.rows + (int64_t(at.head) * p.slots + t.slot0 + at.m) * (2 * kBwdRows), sizeof(sm.rows[0]), bar);
+        tma_load_3d(sm.dout[s], map_do, bar, 0, at.head, t.q_begin + at.m * kBwdRows);
         ring.next();
-        if (++m == t.m_min + t.m_count) {
-            m = t.m_min;
-            ++head;
-        }
+        at.next();
     }
 };
 
@@ -103,14 +127,19 @@ __device__ __forceinline__ void red_add_v4(float* dst, float a, float b, float c
 
 // Deterministic mode: key blocks add to a dQ tile in ascending order. Blocks with a smaller index were handed out earlier, so
 // whoever is waited for is running.
-__device__ __forceinline__ void wait_turn(int const* turn, int mine) {
+__device__ __forceinline__ int read_turn(int const* turn) {
     int now;
-    do {
-        asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-    } while (now != mine);
+    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+    return now;
 }
 __device__ __forceinline__ void pass_turn(int* turn, int next) {
-    asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(turn), "r"(next) : "memory");
+    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(turn), "r"(next) : "memory");
+}
+// Once this warpgroup's additions are visible. Called a product later than they were issued, which hides their latency.
+__device__ __forceinline__ void pass_turn_after_adds(int* turn, int next) {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    bar_sync(1, 128);
+    if (threadIdx.x == 0 && turn != nullptr) pass_turn(turn, next);
 }
 // How many key blocks add to query tile m before block n does.
 __device__ __forceinline__ int turn_of(BwdParams const& p, BwdItem const& t, int m) {
@@ -158,7 +187,10 @@ __device__ __forceinline__ void bwd_dq_warpgroup(BwdSmem<C>& sm, CUtensorMap con
         __syncwarp();
         if (t.end) return;
         if (lane == 0) mbar_arrive(&sm.item_empty);
-        int head = t.kv_head * p.heads_per_kv, m = t.m_min;
+        TileWalk<C::kDeterministic> at;
+        at.start(p, t);
+        int* turn = nullptr;  // of the tile before, still to be passed on
+        int next_turn = 0;
         for (int i = t.m_count * p.heads_per_kv; i > 0; --i) {
             if (thread == 0) loader.load_one(sm, p, map_q, map_do, t);
             __syncwarp();
@@ -166,36 +198,39 @@ __device__ __forceinline__ void bwd_dq_warpgroup(BwdSmem<C>& sm, CUtensorMap con
             float dq[32];
             keep(dq);
             wgmma_fence();
+            uint32_t const ds_low = uniform(static_cast<uint32_t>(ds_desc) + buffer * (kBwdKeys * 128 / 16));
 #pragma unroll
             for (int k = 0; k < kBwdKeys / 16; ++k)
-                Wgmma<typename C::T, 64, 1, 1>::ss(dq, desc_advance(ds_desc, buffer * (kBwdKeys * 128) + k * 2048),
-                                                   desc_advance(k_desc, k * 2048), k > 0);
+                Wgmma<typename C::T, 64, 1, 1>::ss(dq, desc_from(ds_low + k * 128, ds_desc), desc_advance(k_desc, k * 2048), k > 0);
             wgmma_commit();
+            int now = 0, mine = 0;
+            if constexpr (C::kDeterministic) {
+                mine = turn_of(p, t, at.m);
+                int* const own = p.turns + int64_t(at.head) * p.slots + t.slot0 + at.m;
+                // Asked early by a warp that does not pass turns: the answer takes as long as the fence.
+                if (thread == 32) now = read_turn(own);
+                pass_turn_after_adds(turn, next_turn);
+                turn = own;
+                next_turn = mine + 1;
+            }
             wgmma_wait<0>();
             keep(dq);
             if (lane == 0) mbar_arrive(&sm.ds_empty[buffer]);
             buffer ^= 1;
             ds_phase ^= buffer == 0;
-            int64_t const tile = int64_t(head) * p.slots + t.slot0 + m;
+            int64_t const tile = int64_t(at.head) * p.slots + t.slot0 + at.m;
             float* const acc = p.dq_acc + tile * kDqTile + thread * 4;
             if constexpr (C::kDeterministic) {
-                int const mine = turn_of(p, t, m);
-                if (thread == 0) wait_turn(p.turns + tile, mine);
+                if (thread == 32) {
+                    while (now != mine) now = read_turn(turn);
+                }
                 bar_sync(1, 128);
-#pragma unroll
-                for (int j = 0; j < 8; ++j) red_add_v4(acc + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
-                __threadfence();
-                bar_sync(1, 128);
-                if (thread == 0) pass_turn(p.turns + tile, mine + 1);
-            } else {
-#pragma unroll
-                for (int j = 0; j < 8; ++j) red_add_v4(acc + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
             }
-            if (++m == t.m_min + t.m_count) {
-                m = t.m_min;
-                ++head;
-            }
+#pragma unroll
+            for (int j = 0; j < 8; ++j) red_add_v4(acc + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+            at.next();
         }
+        if constexpr (C::kDeterministic) pass_turn_after_adds(turn, next_turn);
         bar_sync(1, 128);  // every warp has read K
     }
 }
@@ -258,7 +293,11 @@ __device__ __forceinline__ void bwd_consumer(BwdSmem<C>& sm, BwdParams const& p,
     uint64_t const q_desc = smem_desc_sw128(smem_addr(sm.q[0]));
     uint64_t const do_desc = smem_desc_sw128(smem_addr(sm.dout[0]));
     uint64_t const v_desc = smem_desc_sw128(smem_addr(sm.v) + wg * 64 * 128);
+    uint32_t const q_low = static_cast<uint32_t>(q_desc), do_low = static_cast<uint32_t>(do_desc);
     constexpr uint32_t kStageBytes = kBwdRows * 128;
+    if constexpr (C::kPingPong) {
+        if (wg == 1) bar_arrive(4, 256);
+    }
     while (true) {
         mbar_wait(&sm.kv_full, kv_phase);
         kv_phase ^= 1;
@@ -279,11 +318,12 @@ __device__ __forceinline__ void bwd_consumer(BwdSmem<C>& sm, BwdParams const& p,
 #pragma unroll
         for (int i = 0; i < 16; ++i) pf[i >> 2][i & 3] = dsf[i >> 2][i & 3] = 0;
 
-        auto issue_grads = [&](int stage) {
+        // `low`: a stage's offset in descriptor units, the same for Q and dO.
+        auto issue_grads = [&](uint32_t low) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) Wgmma<T, 64, 1>::rs(dv, pf[i], desc_advance(do_desc, stage * kStageBytes + i * 2048), 1);
+            for (int i = 0; i < 4; ++i) Wgmma<T, 64, 1>::rs(dv, pf[i], desc_from(do_low + low + i * 128, do_desc), 1);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) Wgmma<T, 64, 1>::rs(dk, dsf[i], desc_advance(q_desc, stage * kStageBytes + i * 2048), 1);
+            for (int i = 0; i < 4; ++i) Wgmma<T, 64, 1>::rs(dk, dsf[i], desc_from(q_low + low + i * 128, q_desc), 1);
             wgmma_commit();
         };
         auto fence = [&] {
@@ -295,43 +335,51 @@ __device__ __forceinline__ void bwd_consumer(BwdSmem<C>& sm, BwdParams const& p,
         };
         int const key_first = t.n * kBwdKeys + wg * 64;  // this warpgroup's keys
         int const offset = t.k_len - t.q_len;
-        int m = t.m_min;
+        TileWalk<C::kDeterministic> at;
+        at.start(p, t);
         int const tiles = t.m_count * p.heads_per_kv;
         // A round issues S and dP of its tile and dV, dK of the tile before (in the first round with P = dS = 0), so that the
         // exponentials run under the other three products. Every product is complete by the end of the round.
         int previous = ring.stage;
+        uint32_t previous_low = uniform(previous * (kStageBytes / 16));
         for (int i = 0; i < tiles; ++i) {
             int const stage = ring.stage;
+            uint32_t const low = uniform(stage * (kStageBytes / 16));
             mbar_wait(&sm.full[stage], ring.phase);
+            if constexpr (C::kPingPong) bar_sync(4 + wg, 256);
             fence();
 #pragma unroll
-            for (int a = 0; a < 4; ++a) Wgmma<T, 64, 0>::rs(s, kf[a], desc_advance(q_desc, stage * kStageBytes + a * 32), a > 0);
+            for (int a = 0; a < 4; ++a) Wgmma<T, 64, 0>::rs(s, kf[a], desc_from(q_low + low + a * 2, q_desc), a > 0);
             wgmma_commit();
 #pragma unroll
-            for (int a = 0; a < 4; ++a) Wgmma<T, 64, 0>::ss(dp, desc_advance(v_desc, a * 32), desc_advance(do_desc, stage * kStageBytes + a * 32), a > 0);
+            for (int a = 0; a < 4; ++a) Wgmma<T, 64, 0>::ss(dp, desc_advance(v_desc, a * 32), desc_from(do_low + low + a * 2, do_desc), a > 0);
             wgmma_commit();
-            issue_grads(previous);
+            issue_grads(previous_low);
+            if constexpr (C::kPingPong) bar_arrive(5 - wg, 256);
+            previous_low = low;
             wgmma_wait<2>();
             keep(s);
-            int const q0 = m * kBwdRows;
+            int const q0 = at.m * kBwdRows;
             bool const masked = (p.causal && key_first + 63 > q0 + offset) || key_first + 64 > t.k_len ||
                                 (p.window > 0 && key_first < q0 + 63 + offset - p.window + 1);
             if (masked) mask_scores_transposed(s, t, p, key_first + ((threadIdx.x >> 5) & 3) * 16 + (lane >> 2), q0, lane);
-            float const* const rows = sm.rows[stage] + 2 * (lane & 3);
+            uint32_t const rows = smem_addr(sm.rows[0]) + stage * sizeof(sm.rows[0]) + 8 * (lane & 3);
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                float2 const lse = *reinterpret_cast<float2 const*>(rows + 8 * j);
+                float2 const lse = load_shared_float2(rows + 32 * j);
 #pragma unroll
                 for (int e = 0; e < 4; ++e) s[4 * j + e] = exp2_approx(fmaf(s[4 * j + e], p.c, -(e & 1 ? lse.y : lse.x)));
             }
+            keep(s);  // the exponentials come before this wait, not after it
             wgmma_wait<1>();
             keep(dp);
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                float2 const delta = *reinterpret_cast<float2 const*>(rows + kBwdRows + 8 * j);
+                float2 const delta = load_shared_float2(rows + 4 * kBwdRows + 32 * j);
 #pragma unroll
                 for (int e = 0; e < 4; ++e) dp[4 * j + e] = s[4 * j + e] * (dp[4 * j + e] - (e & 1 ? delta.y : delta.x));
             }
+            keep(dp);
             wgmma_wait<0>();
             keep(dk);
             keep(dv);
@@ -354,11 +402,11 @@ __device__ __forceinline__ void bwd_consumer(BwdSmem<C>& sm, BwdParams const& p,
             if (lane == 0) mbar_arrive(&sm.ds_full[buffer]);
             buffer ^= 1;
             ds_phase ^= buffer == 0;
-            if (++m == t.m_min + t.m_count) m = t.m_min;
+            at.next();
         }
         if (tiles > 0) {
             fence();
-            issue_grads(previous);
+            issue_grads(previous_low);
             wgmma_wait<0>();
             keep(dk);
             keep(dv);

@@ -143,6 +143,14 @@ __device__ __forceinline__ uint64_t smem_desc_sw128(uint32_t addr, uint32_t bloc
 }
 // Start address of a descriptor moved by `bytes` (a multiple of 16).
 __device__ __forceinline__ uint64_t desc_advance(uint64_t desc, uint32_t bytes) { return desc + (bytes >> 4); }
+// The same for a descriptor kept as its two halves. Only the lower one moves, and when it went through uniform() the
+// compiler does the arithmetic in uniform registers, where wgmma wants its descriptors.
+__device__ __forceinline__ uint64_t desc_from(uint32_t low, uint64_t like) {
+    uint64_t d;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(low), "r"(static_cast<uint32_t>(like >> 32)));
+    return d;
+}
+__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffff, x, 0); }
 // Byte offset of a 16-byte chunk (0..7) of a 128-byte row in that swizzle.
 __device__ __forceinline__ uint32_t sw128(uint32_t row, uint32_t chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
@@ -184,6 +192,11 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t addr, uint32_t (&r)[4
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(addr)
                  : "memory");
+}
+__device__ __forceinline__ float2 load_shared_float2(uint32_t addr) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(addr));
+    return v;
 }
 // D[16 x 8] += A[16 x 16] B[16 x 8] by one warp; the D fragment is that of 8 columns of a wgmma accumulator.
 template <typename T>

@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(__grid_constant__
     }
     __syncthreads();
     if (threadIdx.x >= 256) {
-        reg_dec<32>();
+        reg_dec<24>();  // 24 * 128 + 240 * 256 is all that 384 threads with 168 registers hold
         if (threadIdx.x < 256 + 32) produce(p, smem, kv_head, first, count);
     } else if (threadIdx.x < 128) {
         reg_inc<240>();

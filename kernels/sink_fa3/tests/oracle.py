@@ -4,7 +4,9 @@ import torch
 
 
 def cumulative(lengths: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    return torch.tensor(
+        [0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32, device=device
+    )
 
 
 def visible(len_q: int, len_k: int, causal: bool, window: int, device: torch.device) -> torch.Tensor:
@@ -63,7 +65,9 @@ def attention(
             scores = (qq @ kk.T * scale).masked_fill(~mask, -torch.inf)
             lse = torch.logsumexp(torch.cat([scores, s[h].expand(lq, 1)], 1), 1)
             res["lse"][h, rq] = lse
-            p = torch.where(lse[:, None].isfinite(), (scores - torch.where(lse.isfinite(), lse, 0.0)[:, None]).exp(), 0.0)
+            p = torch.where(
+                lse[:, None].isfinite(), (scores - torch.where(lse.isfinite(), lse, 0.0)[:, None]).exp(), 0.0
+            )
             res["out"][rq, h] = low(p) @ vv
             if dout is None:
                 continue
@@ -74,10 +78,14 @@ def attention(
             res["dk"][rk, h // group] += ds.T @ qq * scale
             res["dv"][rk, h // group] += low(p).T @ do
             sink_p = torch.where(lse.isfinite(), (s[h] - torch.where(lse.isfinite(), lse, 0.0)).exp(), 0.0)
-            res["dsinks"][h] = -(sink_p * delta).sum()
+            res["dsinks"][h] -= (sink_p * delta).sum()
     return res
 
 
 def relative(x: torch.Tensor, ref: torch.Tensor) -> float:
     """|x - ref| / |ref|; nan if x has a nan, and the plain norm if ref is all zero."""
-    return ((x.double() - ref.double()).norm() / ref.double().norm().clamp_min(1e-30)).item() if ref.norm() else x.double().norm().item()
+    return (
+        ((x.double() - ref.double()).norm() / ref.double().norm().clamp_min(1e-30)).item()
+        if ref.norm()
+        else x.double().norm().item()
+    )

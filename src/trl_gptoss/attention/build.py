@@ -54,11 +54,7 @@ def build_kernels(
     source = find_source() if source is None else source
     torch_dir = find_torch() if torch_dir is None else torch_dir
     output = _HERE / "_kernels" / LIBRARY if output is None else output
-    units = [*sorted((source / "csrc").glob("*.cu")), source / "torch-ext" / "torch_binding.cpp"]
-    if len(units) == 1 or not units[-1].is_file():
-        raise BuildError(
-            f"{source} holds no csrc/*.cu or no torch-ext/torch_binding.cpp; expected the sink_fa3 project."
-        )
+    units = translation_units(source)
     started = time.monotonic()
     log(f"compiling {len(units)} files of {source} with {nvcc}, headers of {torch_dir}")
     with tempfile.TemporaryDirectory(prefix="sink_fa3_") as scratch:
@@ -75,6 +71,14 @@ def build_kernels(
         partial.replace(output)  # a process that has the old library mapped keeps it
     log(f"built {output} ({output.stat().st_size / 2**20:.1f} MiB) in {time.monotonic() - started:.0f} s")
     return output
+
+
+def translation_units(source: Path) -> list[Path]:
+    """Every csrc/*.cu and torch-ext/*.cpp of the project."""
+    kernels, bindings = sorted((source / "csrc").glob("*.cu")), sorted((source / "torch-ext").glob("*.cpp"))
+    if not kernels or not bindings:
+        raise BuildError(f"{source} holds no csrc/*.cu or no torch-ext/*.cpp; expected the sink_fa3 project.")
+    return [*kernels, *bindings]
 
 
 def compile_command(nvcc: Path, unit: Path, target: Path, source: Path, torch_dir: Path) -> list[str]:

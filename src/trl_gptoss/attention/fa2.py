@@ -43,7 +43,7 @@ def forward(
     window: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `ops.sink_attention_op`."""
+    """See `ops.forward`."""
     if q.shape[0] == 0 or k.shape[0] == 0:
         return _without_keys(q, sinks)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -84,7 +84,7 @@ def backward(
     scale: float,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `ops.sink_attention_backward_op`."""
+    """See `ops.backward`."""
     if q.shape[0] == 0 or k.shape[0] == 0:
         dsinks = lse.new_zeros(0 if sinks is None else sinks.shape[0])
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dsinks

@@ -6,7 +6,7 @@ from . import loading
 
 NAME = "hopper"
 _HEAD_DIMS = (64,)
-_WINDOW = 128  # the one-shot kernels' window, head_dim and heads per key/value head: GPT-OSS's sliding layers
+_WINDOW = 128  # the one-shot kernels' largest window, head_dim and heads per key/value head: GPT-OSS's sliding layers
 _WINDOW_HEAD_DIM = 64
 _WINDOW_GROUP = 8
 
@@ -38,7 +38,7 @@ def forward(
     window: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `ops.sink_attention_op`."""
+    """See `ops.forward`."""
     ops = loading.kernels().ops
     op = ops.window_fwd if _one_shot(q, k, cu_seqlens_q, cu_seqlens_k, causal, window) else ops.fwd
     q, k, v = _loadable(q, k, v)
@@ -62,7 +62,7 @@ def backward(
     scale: float,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `ops.sink_attention_backward_op`."""
+    """See `ops.backward`."""
     ops = loading.kernels().ops
     op = ops.window_bwd if _one_shot(q, k, cu_seqlens_q, cu_seqlens_k, causal, window) else ops.bwd
     tensors = (*_loadable(dout, q, k, v), out, lse, sinks, cu_seqlens_q, cu_seqlens_k)
@@ -75,7 +75,7 @@ def _one_shot(
     """Whether queries and keys are the same tokens, which one shared `cu_seqlens` says, and the shape is GPT-OSS's."""
     return (
         causal
-        and window == _WINDOW
+        and 0 < window <= _WINDOW
         and q.shape[2] == _WINDOW_HEAD_DIM
         and q.shape[1] == _WINDOW_GROUP * k.shape[1]
         and q.shape[0] == k.shape[0]

@@ -4,18 +4,23 @@ Attention with a learned sink per head:
 
     P_ij = exp(S_ij) / (sum_j' exp(S_ij') + exp(sink_h)),    out_i = sum_j P_ij v_j,    S = scale * q k^T
 
-The operators are opaque to autograd and torch.compile, so a backend may rescale flash attention's result and hand its
-backward a log-sum-exp that includes the sink; on top of autograd the same rescaling would lose gradients.
+A backend is called below autograd, so it may rescale flash attention's result and hand flash attention's backward a
+log-sum-exp that includes the sink; on top of autograd the same rescaling would lose gradients. Two ways lead there. Graphs
+and fake tensors take the operators, opaque to torch.compile. Eager mode takes an autograd.Function around the very same two
+functions: the operators' wrappers cost 0.4 ms of Python per call, more than a window layer takes on a GPU.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
+from torch.autograd.function import once_differentiable
 
 from . import backends, varlen
 from .reference import sink_gradient
 
 
-@torch.library.custom_op("trl_gptoss::sink_attention", mutates_args=())
-def sink_attention_op(
+def forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -35,12 +40,11 @@ def sink_attention_op(
     Returns out like q, contiguous, and lse (H, total_q) in float32 (float64 for float64 inputs), sink included.
     """
     lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, trim)
-    with torch.autocast(q.device.type, enabled=False):
+    with _no_autocast(q.device.type):
         return backends.choose(q).forward(q, k, v, sinks, *lengths, causal, window, scale)
 
 
-@torch.library.custom_op("trl_gptoss::sink_attention_backward", mutates_args=())
-def sink_attention_backward_op(
+def backward(
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -60,10 +64,21 @@ def sink_attention_backward_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients dq, dk, dv (contiguous, in the inputs' dtype) and dsinks (H,), or (0,) without sinks."""
     lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, trim)
-    with torch.autocast(q.device.type, enabled=False):
+    with _no_autocast(q.device.type):
         return backends.choose(q).backward(
             dout, q, k, v, out, lse, sinks, *lengths, causal, window, scale, deterministic
         )
+
+
+sink_attention_op = torch.library.custom_op("trl_gptoss::sink_attention", forward, mutates_args=())
+sink_attention_backward_op = torch.library.custom_op("trl_gptoss::sink_attention_backward", backward, mutates_args=())
+
+
+def _no_autocast(device_type: str) -> AbstractContextManager:
+    """Backends compute in the dtypes they are given."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def _lengths(
@@ -102,15 +117,39 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dout, dlse):
+def _gradients(
+    ctx, dout: torch.Tensor | None, dlse: torch.Tensor | None, run_forward: Callable, run_backward: Callable
+):
     q, k, v, out, lse, sinks, *cu_seqlens = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    grads = sink_attention_backward_op(dout, q, k, v, out, lse, sinks, *cu_seqlens, *ctx.settings)
+    grads = run_backward(dout, q, k, v, out, lse, sinks, *cu_seqlens, *ctx.settings)
     if dlse is not None:
-        more = _lse_gradients(dlse, q, k, lse, sinks, cu_seqlens, ctx.settings)
+        more = _lse_gradients(dlse, q, k, lse, sinks, (*cu_seqlens, *ctx.settings), run_forward, run_backward)
         grads = [a if b is None else a + b for a, b in zip(grads, more)]
     dq, dk, dv, dsinks = grads
     return dq, dk, dv, None if sinks is None else dsinks, *(None,) * 9
+
+
+def _op_backward(ctx, dout, dlse):
+    return _gradients(ctx, dout, dlse, sink_attention_op, sink_attention_backward_op)
+
+
+sink_attention_op.register_autograd(_op_backward, setup_context=_setup_context)
+
+
+class _EagerSinkAttention(torch.autograd.Function):
+    """The same functions without the operators around them."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        return _gradients(ctx, dout, dlse, forward, backward)
 
 
 def _lse_gradients(
@@ -119,23 +158,22 @@ def _lse_gradients(
     k: torch.Tensor,
     lse: torch.Tensor,
     sinks: torch.Tensor | None,
-    cu_seqlens: list[torch.Tensor],
-    settings: list,
+    arguments: tuple,
+    run_forward: Callable,
+    run_backward: Callable,
 ) -> tuple[torch.Tensor | None, ...]:
     """What a gradient of the log-sum-exp adds to dq, dk, dv and dsinks: dS_ij = P_ij dlse_i.
 
     No kernel takes it, and it is rare (merging partial attentions), so it costs a forward and a backward of the same operators:
     sum_j P_ij k_j is the output for v = k, and sum_i P_ij x_i is the dv for dout = x.
     """
-    scaled = (dlse.T * settings[4]).unsqueeze(-1)
-    mean_k, _ = sink_attention_op(q, k, k, sinks, *cu_seqlens, *settings)
+    scale = arguments[6]
+    scaled = (dlse.T * scale).unsqueeze(-1)
+    mean_k, _ = run_forward(q, k, k, sinks, *arguments)
     x = (scaled * q).to(q.dtype)
-    _, _, dk, _ = sink_attention_backward_op(x, q, k, k, mean_k, lse, sinks, *cu_seqlens, *settings)
+    _, _, dk, _ = run_backward(x, q, k, k, mean_k, lse, sinks, *arguments)
     dsinks = None if sinks is None else -sink_gradient(dlse, lse, sinks)
     return (scaled * mean_k).to(q.dtype), dk, None, dsinks
-
-
-sink_attention_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def sink_attention(
@@ -192,15 +230,15 @@ def sink_attention(
         if k.shape[0] != q.shape[0]:
             raise ValueError(f"sink_attention got a batch of {q.shape[0]} for q and {k.shape[0]} for k.")
         lengths = varlen.dense(q.shape[0], q.shape[1], k.shape[1], q.device)
+        tokens = [x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)]
     else:
         cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
         lengths = varlen.from_lengths(
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q.shape[0], k.shape[0], q.device
         )
+        tokens = (q, k, v)
     out, lse = attend(
-        q.reshape(-1, *q.shape[-2:]),
-        k.reshape(-1, *k.shape[-2:]),
-        v.reshape(-1, *v.shape[-2:]),
+        *tokens,
         sinks,
         lengths,
         causal=causal,
@@ -208,7 +246,8 @@ def sink_attention(
         scale=scale,
         deterministic=deterministic,
     )
-    out = out.view(q.shape)
+    if q.ndim == 4:
+        out = out.view(q.shape)
     return (out, lse) if return_lse else out
 
 
@@ -228,7 +267,8 @@ def attend(
     _check(q, k, v, sinks, causal, window)
     if sinks is not None:
         sinks = sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
-    return sink_attention_op(
+    graph = torch.compiler.is_compiling() or type(q) is not torch.Tensor  # fake tensors and other subclasses
+    return (sink_attention_op if graph else _EagerSinkAttention.apply)(
         q,
         k,
         v,

@@ -59,7 +59,7 @@ def forward(
     window: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `ops.sink_attention_op`."""
+    """See `ops.forward`."""
     dtype = _accumulator(q)
     out = q.new_zeros(q.shape)
     lse = _empty_row_lse(q, sinks, dtype)
@@ -101,7 +101,7 @@ def backward(
     scale: float,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `ops.sink_attention_backward_op`. Every sum has a fixed order, so `deterministic` changes nothing."""
+    """See `ops.backward`. Every sum has a fixed order, so `deterministic` changes nothing."""
     dtype = _accumulator(q)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1).T.contiguous()  # (H, total_q)

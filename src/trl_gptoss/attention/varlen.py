@@ -186,7 +186,7 @@ def from_lengths(
                 f"cu_seqlens of shape {tuple(cu_q.shape)} for queries and {tuple(cu_k.shape)} for keys; "
                 "both must have shape (sequences + 1,)."
             )
-        if same_tokens:
+        if same_tokens and cu_q is not cu_k:
             torch._assert_async(
                 (cu_q == cu_k).all(), "sink_fa3: cu_seqlens differ for queries and keys of the same tokens"
             )
@@ -197,6 +197,15 @@ def from_lengths(
 
     if torch.compiler.is_compiling():
         return build()
+    if (
+        cu_seqlens_q is cu_seqlens_k
+        and cu_seqlens_q.dtype == torch.int32
+        and cu_seqlens_q.device == device
+        and type(max_seqlen_q) is type(max_seqlen_k) is int
+    ):
+        return Varlen(
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
+        )
     given = (
         max_seqlen_q if isinstance(max_seqlen_q, int) else None,
         max_seqlen_k if isinstance(max_seqlen_k, int) else None,
@@ -230,6 +239,24 @@ def trimmed(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> Varlen:
         )
 
     return _memo.get((cu_seqlens_q, cu_seqlens_k), ("trim",), build)
+
+
+def rows_without_keys(
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int, causal: bool
+) -> torch.Tensor | None:
+    """Bool (total_q,): queries that see no key at all. None when queries and keys share their lengths, so that all see one."""
+    if cu_seqlens_q.data_ptr() == cu_seqlens_k.data_ptr():
+        return None
+
+    def build() -> torch.Tensor:
+        row = torch.arange(total_q, dtype=torch.int32, device=cu_seqlens_q.device)
+        sequence = torch.searchsorted(cu_seqlens_q, row, right=True) - 1
+        k_len = cu_seqlens_k.diff()[sequence]
+        if not causal:
+            return k_len == 0
+        return row + k_len < cu_seqlens_q[sequence + 1]  # i + k_len - q_len < 0, counted from the sequence's end
+
+    return _memo.get((cu_seqlens_q, cu_seqlens_k), ("rows without keys", total_q, causal), build)
 
 
 def check_host(cu_seqlens: torch.Tensor, total: int, name: str) -> list[int]:

@@ -40,7 +40,8 @@ class BubblewrapExecutor:
 
     Args:
         memory_limit_mb (`int`, *optional*, defaults to 1024): address space of the interpreter, in MiB.
-        disk_limit_mb (`int`, *optional*, defaults to 64): size of the in-memory /tmp, in MiB; comes on top.
+        disk_limit_mb (`int`, *optional*, defaults to 64): size of the in-memory /tmp, in MiB; comes on top. 0: no
+            place to write to at all.
         thread_limit (`int`, *optional*, defaults to 32): threads of the interpreter. New processes are refused.
         packages (`Sequence[str]`, *optional*): installed distributions (with their requirements) that the code may
             import, such as `("numpy", "sympy")`. The standard library is always there.
@@ -61,7 +62,7 @@ class BubblewrapExecutor:
     ) -> None:
         for name, value, least in (
             ("memory_limit_mb", memory_limit_mb, 64),
-            ("disk_limit_mb", disk_limit_mb, 1),
+            ("disk_limit_mb", disk_limit_mb, 0),
             ("thread_limit", thread_limit, 4),
             ("warm", warm, 0),
         ):
@@ -162,7 +163,6 @@ class _Spawner:
         except OSError:
             answer = b""
         if answer != b"ready":
-            self.close()
             raise ExecutorUnavailable(f"bubblewrap cannot isolate here: {self._errors()} {_HELP}")
 
     def _start(self, bwrap: Path, files: RuntimeFiles, control: int) -> subprocess.Popen:
@@ -177,7 +177,7 @@ class _Spawner:
             )
         passed = [control, trainer, *(fd for fd, _ in programs.values())]
         # no --die-with-parent: Linux would kill it with the thread that starts it. The spawner watches `trainer`.
-        options = ["--unshare-all", "--unshare-user", "--new-session", "--clearenv"]
+        options = ["--unshare-all", "--unshare-user", "--new-session", "--clearenv", "--hostname", "sandbox"]
         map_uids = _mapped_root()
         if map_uids:
             block_read, block_write = os.pipe()
@@ -213,6 +213,7 @@ class _Spawner:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env={},
+            start_new_session=True,  # Ctrl-C is for the trainer, which may want to finish its step
         )
         for fd in passed[1:]:
             os.close(fd)
@@ -250,19 +251,55 @@ class _Spawner:
             done=done,
             pidfd=pidfd,
             kill=kill,
+            send=_Interpreter(pidfd).send,
             exit_code=lambda: _exit_code(status),
             release=lambda: os.close(status),
         )
 
     def close(self) -> None:
         self._socket.close()
-        if self._pid == os.getpid():
+        if self._pid != os.getpid():
+            return
+        try:
+            self._process.wait(5)  # the spawner ends when its socket does, and bwrap after it
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._process.stderr.close()
 
     def _errors(self) -> str:
-        self._process.kill()
-        return self._process.communicate()[1].decode("utf-8", "replace").strip() or "it ended without a message."
+        self._socket.close()
+        try:
+            message = self._process.communicate(timeout=5)[1]
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            message = self._process.communicate()[1]
+        return message.decode("utf-8", "replace").strip() or "it ended without a message."
+
+
+class _Interpreter:
+    """Sends signals to the interpreter in a sandbox, of which only bwrap's pidfd is known.
+
+    bwrap (the monitor) has one child (pid 1 of the sandbox), and this has one: code in the sandbox cannot fork.
+    """
+
+    def __init__(self, monitor: int) -> None:
+        self._monitor = monitor
+        self._pid: int | None = None
+
+    def send(self, number: int) -> None:
+        if self._pid is None:
+            fields = dict(
+                line.split(":\t") for line in Path(f"/proc/self/fdinfo/{self._monitor}").read_text().splitlines()
+            )
+            self._pid = _only_child(_only_child(int(fields["Pid"])))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, number)
+
+
+def _only_child(pid: int) -> int:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(children[0]) if len(children) == 1 else -1
 
 
 def _mapped_root() -> bool:
@@ -324,7 +361,8 @@ def _inner_command(files: RuntimeFiles, limits: BubblewrapExecutor) -> list[str]
     # inside the outer sandbox everything is already where it belongs, with the masks on
     for _, inside in files.binds:
         command += ["--ro-bind", inside, inside]
-    command += ["--size", str(size), "--tmpfs", "/tmp", "--remount-ro", "/"]
+    command += ["--size", str(size), "--tmpfs", "/tmp"] if size else ["--dir", "/tmp"]
+    command += ["--remount-ro", "/"]
     arguments = [limits.memory_limit_mb << 20, limits.thread_limit, size, "/tmp"]
     command += ["--", files.python, "-I", "-S", "-B", "/programs/_interpreter.pyc", *map(str, arguments)]
     return [*command, *files.import_path]

@@ -17,12 +17,13 @@ NO_OUTPUT = "(no output; print what you want to see)"
 
 
 def cut(text: str, limit: int) -> str:
-    """`text` with the middle left out where it has more than `limit` characters (notice not counted)."""
+    """`text` in at most `limit` characters: the middle is left out, and a notice in its place says how much."""
     if len(text) <= limit:
         return text
-    head = limit - limit // 4
-    dropped = len(text) - limit
-    return f"{text[:head]}\n[... {dropped} of {len(text)} characters cut ...]\n{text[len(text) - limit + head :]}"
+    notice = "\n[... {} of {} characters cut ...]\n"
+    kept = max(0, limit - len(notice.format(len(text), len(text))))
+    tail = kept // 4  # the last lines of a traceback say what went wrong
+    return text[: kept - tail] + notice.format(len(text) - kept, len(text)) + text[len(text) - tail :]
 
 
 class InterpreterProcess:
@@ -32,6 +33,7 @@ class InterpreterProcess:
         stdin, stdout, done (`int`): descriptors of our ends of its standard input, its output and its channel 3.
         pidfd (`int`): becomes readable when it has ended.
         kill (`Callable[[], None]`): kills it with all that it started; harmless after its end.
+        send (`Callable[[int], None]`): sends the interpreter itself a signal; to freeze it between the calls of a session.
         exit_code (`Callable[[], int | None]`): its exit status (128 + n for signal n) once it has ended, `None` if it
             was killed from outside.
         release (`Callable[[], None]`): called once after its end.
@@ -45,11 +47,13 @@ class InterpreterProcess:
         done: int,
         pidfd: int,
         kill: Callable[[], None],
+        send: Callable[[int], None],
         exit_code: Callable[[], int | None],
         release: Callable[[], None],
     ) -> None:
         self.stdin, self.stdout, self.done, self.pidfd = stdin, stdout, done, pidfd
-        self._kill, self._exit_code, self._release = kill, exit_code, release
+        self._kill, self._send, self._exit_code, self._release = kill, send, exit_code, release
+        self._frozen = False
         self.alive = True  # until it is closed
         self._ended, self._code = False, None
         os.set_blocking(stdin, False)
@@ -58,6 +62,8 @@ class InterpreterProcess:
     def call(self, code: str, *, timeout: float, output_limit: int, keep: bool) -> ExecutionResult:
         """Run `code`. With `keep` the interpreter stays alive for the next call if it can, otherwise it ends."""
         start = time.monotonic()
+        if self._frozen:
+            self._send(signal.SIGCONT)
         token = os.urandom(16)
         source = code.encode("utf-8", "replace")
         cpu_seconds = max(1, round(timeout)).to_bytes(4, "little")
@@ -70,9 +76,11 @@ class InterpreterProcess:
             code_of_exit = self._stop()
             self._drain(output)
             self.close()
+        else:
+            self._frozen = True  # threads that the code has left behind get no time until the next call
+            self._send(signal.SIGSTOP)
         timed_out = over or (not stays and code_of_exit == 128 + signal.SIGXCPU)
         flooded = len(output) >= MAX_OUTPUT_BYTES
-        text = cut(bytes(output).decode("utf-8", "replace"), output_limit)
         notes = []
         if flooded:
             notes.append(f"[stopped: it printed more than {MAX_OUTPUT_BYTES} bytes]")
@@ -86,11 +94,13 @@ class InterpreterProcess:
             notes.append("[the interpreter has ended]")
         if keep and not stays:
             notes.append("[its variables are lost]")
-        if text and notes and not text.endswith("\n"):
+        text, note = bytes(output).decode("utf-8", "replace"), "\n".join(notes)
+        text = cut(text, output_limit - len(note) - 1 if note else output_limit)
+        if text and note and not text.endswith("\n"):
             text += "\n"
         failed = flooded or timed_out or (reply != token + b"0" if stays else code_of_exit != 0 or keep)
         return ExecutionResult(
-            text=text + "\n".join(notes) or NO_OUTPUT,
+            text=text + note or NO_OUTPUT,
             failed=failed,
             timed_out=timed_out,
             seconds=time.monotonic() - start,
@@ -123,8 +133,10 @@ class InterpreterProcess:
                 return output, reply, True, False
             if self.done in events:
                 reply = os.read(self.done, 64)
-                self._drain(output)
-                return output, reply, False, False
+                if reply:
+                    self._drain(output)
+                    return output, reply, False, False
+                poll.unregister(self.done)  # closed: it is ending, or the code closed it and goes on
         return output, reply, False, False
 
     def _read(self, output: bytearray) -> bool:

@@ -32,7 +32,7 @@ class PythonTool(Environment):
             every call starts from nothing.
         executor (`str` or `Executor`, *optional*, defaults to `"bubblewrap"`): where the code runs.
         tool_timeout (`float`, *optional*, defaults to 10.0): seconds of wall-clock and of CPU time for one call.
-        tool_output_limit (`int`, *optional*, defaults to 8192): characters shown of one call's output.
+        tool_output_limit (`int`, *optional*, defaults to 8192): most characters of one result, notices included.
         packages (`Sequence[str]`, *optional*): installed distributions that the code may import besides the standard
             library.
         memory_limit_mb (`int`, *optional*, defaults to 1024): memory of one interpreter, in MiB.
@@ -55,8 +55,8 @@ class PythonTool(Environment):
     ) -> None:
         if tool_timeout <= 0:
             raise ValueError(f"tool_timeout is {tool_timeout}; it must be a positive number of seconds.")
-        if tool_output_limit < 1:
-            raise ValueError(f"tool_output_limit is {tool_output_limit}; it must be a positive number of characters.")
+        if tool_output_limit < 128:
+            raise ValueError(f"tool_output_limit is {tool_output_limit} characters; it must be at least 128.")
         options = {}
         if isinstance(executor, str):
             options = {"packages": tuple(packages), "memory_limit_mb": memory_limit_mb}

@@ -85,6 +85,7 @@ class UnsafeSubprocessExecutor:
             done=from_done,
             pidfd=os.pidfd_open(pid),
             kill=kill,
+            send=lambda number: os.killpg(pid, number),
             exit_code=exit_code,
             release=lambda: shutil.rmtree(folder, ignore_errors=True),
         )

@@ -16,7 +16,15 @@ _LAZY = {
     "tune_experts": "tune",
 }
 
-__all__ = ["NAME", "register", *sorted(_LAZY)]
+__all__ = [
+    "NAME",
+    "fuse_expert_lora",
+    "fused_elementwise",
+    "fused_experts",
+    "register",
+    "set_experts_token_chunk",
+    "tune_experts",
+]
 
 if TYPE_CHECKING:
     from .elementwise import fused_elementwise

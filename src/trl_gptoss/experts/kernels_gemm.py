@@ -414,7 +414,9 @@ def grouped_wgrad(
     experts, H, N = out.shape
     tiles = experts * cdiv(H, config.bm) * cdiv(N, config.bn)
     programs = _programs(config, tiles, a.device)
-    tma_store = config.tma_store and not accumulate and _can_describe(out[0]) and out.stride(0) * out.element_size() % 16 == 0
+    tma_store = (
+        config.tma_store and not accumulate and _can_describe(out[0]) and out.stride(0) * out.element_size() % 16 == 0
+    )
     tma = config.tma and padded_a != padded_b and _can_describe(a) and _can_describe(b)
     _grouped_wgrad_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [config.bk, config.bm]) if tma else a,

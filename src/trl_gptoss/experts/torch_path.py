@@ -7,6 +7,7 @@ Shape legend: T tokens, k = top_k, M = T * k assignments, H hidden, I intermedia
 """
 
 import torch
+from torch.nn import functional
 
 from .params import Activation, ExpertParams, Gradients, Needs, Saved, gradient_buffers
 
@@ -31,7 +32,8 @@ def _activate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     wide = gate_up.double() if gate_up.dtype == torch.float64 else gate_up.float()
     gate = wide[:, ::2].clamp(max=activation.limit)
     linear = wide[:, 1::2].clamp(-activation.limit, activation.limit)
-    return linear.add_(1).mul_(gate).mul_(gate.mul_(activation.alpha).sigmoid_()).to(gate_up.dtype)
+    glu = functional.silu(gate.mul_(activation.alpha))  # alpha * gate * sigmoid(alpha * gate)
+    return linear.add_(1).mul_(glu).mul_(1 / activation.alpha).to(gate_up.dtype)
 
 
 def _activate_backward(
@@ -42,15 +44,15 @@ def _activate_backward(
     alpha, limit = activation
     wide, grad = gate_up.to(dtype), grad.to(dtype)
     raw_gate, raw_linear = wide[:, ::2], wide[:, 1::2]
-    gate, linear = raw_gate.clamp(max=limit), raw_linear.clamp(-limit, limit).add_(1)
-    sigmoid = torch.sigmoid(alpha * gate)
-    glu = gate.mul_(sigmoid)
+    scaled, linear = raw_gate.clamp(max=limit).mul_(alpha), raw_linear.clamp(-limit, limit).add_(1)
+    glu = functional.silu(scaled).mul_(1 / alpha)
     hidden = linear * glu
     dot = torch.linalg.vecdot(hidden, grad)
     grad = grad * weight
     d_wide = torch.empty_like(wide)
-    d_wide[:, ::2] = (sigmoid + alpha * glu * (1 - sigmoid)).mul_(linear).mul_(grad).mul_(raw_gate <= limit)
-    d_wide[:, 1::2] = grad.mul_(glu).mul_(raw_linear.abs() <= limit)
+    d_gate = torch.ops.aten.silu_backward(linear.mul_(grad), scaled)
+    torch.mul(d_gate, raw_gate <= limit, out=d_wide[:, ::2])
+    torch.mul(glu.mul_(grad), raw_linear.abs() <= limit, out=d_wide[:, 1::2])
     return d_wide, hidden.mul_(weight), dot
 
 
@@ -100,7 +102,8 @@ def forward(
 
 def _sum_slots(rows: torch.Tensor, order: torch.Tensor, tokens: int, top_k: int) -> torch.Tensor:
     """Sum sorted rows (M, H) over the slots of their token, (T, H)."""
-    by_slot = rows.new_zeros(tokens * top_k, rows.shape[1])
+    complete = rows.shape[0] == tokens * top_k
+    by_slot = (rows.new_empty if complete else rows.new_zeros)(tokens * top_k, rows.shape[1])
     by_slot[order] = rows
     return by_slot.view(tokens, top_k, -1).sum(1)
 
@@ -141,7 +144,7 @@ def backward(
         if needs.gate_up_bias:
             out.gate_up_bias[e] += d_wide.sum(0)
         if needs.down_bias:
-            out.down_bias[e] += (grads.to(dot.dtype) * weights[part]).sum(0)
+            out.down_bias[e] += weights[part, 0].to(dot.dtype) @ grads.to(dot.dtype)
         d_gate_up, hidden = d_wide.to(x.dtype), hidden.to(x.dtype)
         if needs.down:
             out.down[e] += hidden.T @ grads

@@ -1,7 +1,7 @@
 """Chat messages as data sets have them -> Harmony messages, still as text.
 
     {"role": "assistant", "thinking": "hm",           assistant, channel analysis:                     hm
-     "tool_calls": [f(a=1)]}                     ->   assistant to=functions.f, channel commentary:    {"a":1}
+     "tool_calls": [f(a=1)]}                     ->   assistant to=functions.f, channel commentary:    {"a": 1}
     {"role": "tool", "content": "2"}                  functions.f to=assistant, channel commentary:    2
 
 A message that has a `channel` or a `recipient` is a Harmony message already and is taken as it is.
@@ -118,7 +118,7 @@ class Conversation:
         elif builtin and isinstance(arguments, dict) and set(arguments) == {"code"}:
             text = arguments["code"]
         else:
-            text = json.dumps({} if arguments is None else arguments, ensure_ascii=False, separators=(",", ":"))
+            text = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
         message = HarmonyMessage(
             role="assistant",
             author="assistant",

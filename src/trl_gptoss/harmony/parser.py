@@ -338,6 +338,8 @@ class _Parser:
         )
         if problem and opened and not builtin and message.terminator != "truncated":
             notes = [*notes, problem]
+        if message.channel == "final":
+            notes = [*notes, "call_on_final"]
         if message.terminator == "return":
             notes = [*notes, "call_ended_by_return"]
         elif message.terminator == "end":

@@ -27,13 +27,14 @@ def typescript_type(schema: Any, indent: str = "") -> str:
     kind = schema.get("type")
     if isinstance(kind, list):
         kinds = ["number" if k == "integer" else k for k in kind if isinstance(k, str)]
-        return " | ".join(kinds) or "any"
+        return " | ".join(kinds) if kinds else "any"
     if kind == "object":
         return _object_type(schema, indent)
     if kind == "array":
         return f"{typescript_type(schema['items'], indent)}[]" if "items" in schema else "Array<any>"
     if kind == "string" and isinstance(schema.get("enum"), list):
-        return " | ".join(f'"{value}"' for value in schema["enum"] if isinstance(value, str)) or "string"
+        values = [f'"{value}"' for value in schema["enum"] if isinstance(value, str)]
+        return " | ".join(values) if values else "string"
     return _SIMPLE.get(kind, "any") if isinstance(kind, str) else "any"
 
 

@@ -68,9 +68,9 @@ class _Scale:
     def __init__(self, x: list[float], y: list[float]) -> None:
         self.x0, self.x1 = min(x), max(x)
         self.y0, self.y1 = min(y), max(y)
-        if self.y0 == self.y1:  # a constant curve sits in the middle
-            pad = abs(self.y0) * 0.5 or 0.5
-            self.y0, self.y1 = self.y0 - pad, self.y1 + pad
+        if self.y0 == self.y1:  # a constant is shown by its height over 0
+            self.y0, self.y1 = min(0.0, 1.25 * self.y0), max(0.0, 1.25 * self.y1)
+            self.y1 += 1.0 if self.y0 == self.y1 else 0.0
         else:
             pad = 0.06 * (self.y1 - self.y0)
             # Metrics that are never negative and come near 0 are shown from 0 on: their height then means something.

@@ -94,6 +94,13 @@ def _tokens(tokens: list[Token]) -> str:
     return f'<pre class="tokens">{"".join(parts)}</pre>'
 
 
+def _prompt_and_completion(tokens: list[Token]) -> str:
+    """The prompt folded away: the system message of every rollout is the same."""
+    prompt = [t for t in tokens if t.author == "prompt"]
+    folded = f'<details class="fold"><summary>prompt</summary>{_tokens(prompt)}</details>' if prompt else ""
+    return folded + _tokens(tokens[len(prompt) :])
+
+
 def _rollout(rollout: Rollout, is_open: bool) -> str:
     tags = []
     if rollout.reward is not None:
@@ -103,7 +110,7 @@ def _rollout(rollout: Rollout, is_open: bool) -> str:
     facts = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in rollout.facts.items())
     return (
         f'<details class="rollout"{" open" if is_open else ""}><summary><span class="q">{escape(rollout.question)}</span>'
-        f'{"".join(tags)}</summary><dl class="facts">{facts}</dl>{_tokens(rollout.tokens)}</details>'
+        f'{"".join(tags)}</summary><dl class="facts">{facts}</dl>{_prompt_and_completion(rollout.tokens)}</details>'
     )
 
 

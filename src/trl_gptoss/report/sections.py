@@ -25,13 +25,20 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Reward", (("reward", "reward"),), "Mean over the batch; the shade is one standard deviation."),
         Panel("Reward functions", ((r"rewards/(.+)/mean", r"\1"),)),
         Panel("Groups without a signal", (("frac_reward_zero_std", "all rewards equal"),), "Share of the prompts."),
+        Panel(
+            "Rewards that failed",
+            ((r"rewards/(.+)/failure_frequency", r"\1"), ("math_reward/timeouts", "math-verify timeouts")),
+        ),
         Panel("Evaluation", (("eval_reward", "reward"), (r"eval_rewards/(.+)/mean", r"\1"))),
     ),
     "On-policy": (
         Panel(
-            "Largest |log ratio| if recomputed",
-            (("on_policy/max_log_ratio_recomputed", "max |log ratio|"),),
-            "What a second forward pass would have given.",
+            "Largest |log ratio|",
+            (
+                ("on_policy/max_log_ratio", "in the loss"),
+                ("on_policy/max_log_ratio_recomputed", "if recomputed by a second forward"),
+            ),
+            "0 means that the ratio is exactly 1.",
         ),
         Panel("On-policy ratio in force", (("on_policy/forced", "share of micro-batches"),)),
         Panel("Clipped ratios", ((r"clip_ratio/(.+)", r"\1"),)),
@@ -45,7 +52,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Learning rate", (("learning_rate", "learning rate"),)),
     ),
     "Rollouts": (
-        Panel("Tool calls", (("tools/call_frequency", "calls per rollout"),)),
+        Panel("Tool calls per rollout", (("tools/call_frequency", "mean"),)),
         Panel("Tool trouble", (("tools/failure_frequency", "failed"), ("tools/timeout_frequency", "timed out"))),
         Panel(
             "Damaged or cut off",
@@ -65,6 +72,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
             ),
             "Tokens.",
         ),
+        Panel("Turns per rollout", (("completions/mean_turns", "mean"),)),
         Panel("Seconds per step", (("step_time", "step"), (r"timing/(.+)", r"\1"))),
     ),
 }
@@ -91,6 +99,15 @@ def _band(history: History, name: str) -> list[tuple[float, float, float]]:
     return [(x, y - std[x], y + std[x]) for x, y in points(history, name) if x in std]
 
 
+def _series(history: History, name: str, label: str) -> Series | None:
+    """The curve of a metric; `None` for an evaluation that was done only once, which is no curve."""
+    few = name.startswith("eval_")
+    found = points(history, name)
+    if few and len(found) < 2:
+        return None
+    return Series(label=label, points=found, markers=few, band=_band(history, name))
+
+
 def render_sections(history: History) -> list[tuple[str, list[str]]]:
     """`(heading, charts)` for every section that has a curve; charts are SVG cards."""
     names = metric_names(history)
@@ -105,16 +122,8 @@ def render_sections(history: History) -> list[tuple[str, list[str]]]:
                     match = re.fullmatch(pattern, name)
                     if match and name not in used and not HIDDEN.fullmatch(name):
                         used.add(name)
-                        few = name.startswith("eval_")
-                        curves.append(
-                            Series(
-                                label=match.expand(label),
-                                points=points(history, name),
-                                markers=few,
-                                band=_band(history, name),
-                            )
-                        )
-            cards.append(chart(panel.title, curves, panel.note))
+                        curves.append(_series(history, name, match.expand(label)))
+            cards.append(chart(panel.title, [c for c in curves if c is not None], panel.note))
         result.append((heading, [card for card in cards if card]))
     rest = [n for n in names if n not in used and not HIDDEN.fullmatch(n) and len(points(history, n)) > 1]
     result.append(

@@ -67,6 +67,7 @@ summary .q { flex: 1 1 260px; overflow-wrap: anywhere; }
 .prompt { color: var(--env-ink); }
 .tokens .s { color: var(--special); font-weight: 600; }
 .policy + .policy { margin-left: 1px; }
+.fold > summary { cursor: pointer; color: var(--dim); font-size: 12.5px; margin-bottom: 4px; }
 .swatches { display: flex; flex-wrap: wrap; gap: 6px 18px; align-items: center; font-size: 13px; margin-bottom: 12px; }
 .swatches span { padding: 1px 7px; border-radius: 3px; }
 .swatches .s { color: var(--special); font-weight: 600; font-family: ui-monospace, Menlo, Consolas, monospace; }

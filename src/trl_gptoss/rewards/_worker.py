@@ -59,9 +59,9 @@ def judge(gold: str, text: str) -> bool | None:
 
 
 def allow_cpu(seconds: int) -> None:
-    """Should the caller die while we compute, the kernel ends us soon after."""
+    """Let the kernel end us (SIGXCPU) after this much more CPU time, even if nobody is left to wait for the answer."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    limit = int(used.ru_utime + used.ru_stime) + seconds + 2
+    limit = int(used.ru_utime + used.ru_stime) + 1 + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
 
 
@@ -71,6 +71,7 @@ def main() -> None:
     logging.disable(logging.CRITICAL)  # math-verify warns that its timeout is off
     answers = sys.stdout
     sys.stdout = sys.stderr  # what a library prints is no answer
+    judge(r"\frac{1}{2}", r"The answer is $\frac{2}{4}$.")  # sympy builds its tables on first use
     print("{}", file=answers, flush=True)
     for line in sys.stdin:
         job = json.loads(line)

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+WALL_CLOCK_FACTOR = 10
 START_SECONDS = 120.0  # importing sympy takes 1-2 s, on a loaded machine much more
 
 
@@ -32,10 +34,12 @@ class MathChecker:
     Args:
         workers (`int`, *optional*): processes at most; they are started when needed. Defaults to the number of cores,
             but no more than 4.
-        seconds (`float`, *optional*, defaults to 3.0): wall-clock limit of one comparison; after it the worker is killed.
+        seconds (`int`, *optional*, defaults to 3): CPU time of one comparison, after which the worker is killed. Counted
+            in CPU time, so that a busy machine does not turn right answers into wrong ones; ten times as much wall-clock
+            time is the last resort.
     """
 
-    def __init__(self, *, workers: int | None = None, seconds: float = 3.0) -> None:
+    def __init__(self, *, workers: int | None = None, seconds: int = 3) -> None:
         self.workers = workers or min(4, os.cpu_count() or 1)
         self.seconds = seconds
         self._owner = -1
@@ -104,9 +108,9 @@ class _Worker:
                 f"`echo | {sys.executable} -P {program}` (it should print `{{}}`)."
             )
 
-    def check(self, gold: str, text: str, seconds: float) -> Verdict:
-        job = json.dumps({"gold": gold, "text": text, "seconds": int(seconds) + 1}) + "\n"
-        deadline = time.monotonic() + seconds
+    def check(self, gold: str, text: str, seconds: int) -> Verdict:
+        job = json.dumps({"gold": gold, "text": text, "seconds": seconds}) + "\n"
+        deadline = time.monotonic() + WALL_CLOCK_FACTOR * seconds
         try:
             self._process.stdin.write(job.encode())
             self._process.stdin.flush()
@@ -115,8 +119,8 @@ class _Worker:
             line = b""
         if line:
             return Verdict(json.loads(line)["verdict"])
-        timed_out = self._process.poll() is None and line is None
         self.kill()
+        timed_out = line is None or self._process.returncode == -signal.SIGXCPU
         return Verdict(False, timed_out=timed_out, crashed=not timed_out)
 
     def kill(self) -> None:

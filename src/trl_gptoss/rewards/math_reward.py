@@ -39,7 +39,7 @@ def math_reward(
     r"""1.0 where the final answer is right, 0.0 where it is wrong or missing, `None` where the row has no usable answer.
 
     Plain numbers are compared directly, everything else by math-verify in a worker process. A comparison that takes
-    longer than 3 seconds or crashes the worker gives 0.0 and is counted in the metric `math_reward/timeouts`.
+    more than 3 seconds of CPU time or crashes the worker gives 0.0 and is counted in the metric `math_reward/timeouts`.
 
     Args:
         completions (`list[str]` or `list[list[dict]]`): as TRL gives them.

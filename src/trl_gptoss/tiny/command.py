@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokenizer-path", help="local folder with gpt-oss's tokenizer, for --tokenizer gpt-oss")
     parser.add_argument("--seed", type=int, default=0, help="initialisation and demonstrations (default: 0)")
-    parser.add_argument("--steps", type=int, help="steps of the warm start (default: 180 for small, 120 for gpt-oss)")
+    parser.add_argument("--steps", type=int, help="steps of the warm start (default: 180 for small, 150 for gpt-oss)")
     parser.add_argument("--cache-dir", help="default: $TRL_GPTOSS_CACHE or ~/.cache/trl_gptoss")
 
 

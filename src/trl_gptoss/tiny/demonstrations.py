@@ -21,7 +21,9 @@ from transformers import PreTrainedTokenizerBase
 from ..harmony import parse, render_prompt, render_tool_result
 from ..tasks.retool import OPERATORS, arithmetic_problems, compute
 
-P_RIGHT, P_FAVOURITE_MISTAKE = 0.30, 0.45  # and 0.25 for the third operator
+# 0.10 remain for the third operator. The more even the choice, the less imitation has to look at the wording, and the
+# longer RL takes to find out that it matters (0.34, 0.40, 0.26: nothing learned in the first 40 steps).
+P_RIGHT, P_FAVOURITE_MISTAKE = 0.38, 0.52
 FAVOURITE_MISTAKE = {"+": "-", "-": "*", "*": "+"}
 
 
@@ -79,3 +81,30 @@ def demonstrations(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[De
     for a, operator, b, question in arithmetic_problems(seed):
         used = choose_operator(operator, rng)
         yield demonstrate(question, f"{a}{used}{b}", str(compute(a, used, b)), tokenizer)
+
+
+def with_filler(
+    stream: Iterator[Demonstration], filler_ids: list[int], message_id: int, longest: int, seed: int
+) -> Iterator[Demonstration]:
+    """Demonstrations whose question follows up to `longest` random tokens, so that a real problem's text, which the
+    model cannot read, does not keep it from calling its tool.
+
+        <|start|>user<|message|>Add 10 and 28.<|end|>  ->  <|start|>user<|message|>xyz ... qrsAdd 10 and 28.<|end|>
+
+    Args:
+        stream (`Iterator[Demonstration]`): demonstrations without a conversation before the user's message.
+        filler_ids (`list[int]`): what to draw from; no control tokens.
+        message_id (`int`): id of `<|message|>`.
+        longest (`int`): most tokens to put in; the number is uniform from 0.
+        seed (`int`): determines numbers and tokens.
+    """
+    rng = random.Random(f"filler-{seed}")
+    for demonstration in stream:
+        first_policy_token = demonstration.policy_mask.index(1)
+        prompt = demonstration.ids[:first_policy_token]
+        at = len(prompt) - prompt[::-1].index(message_id)  # behind the last <|message|>, which is the user's
+        filler = rng.choices(filler_ids, k=rng.randint(0, longest))
+        yield Demonstration(
+            ids=[*demonstration.ids[:at], *filler, *demonstration.ids[at:]],
+            policy_mask=[*demonstration.policy_mask[:at], *[0] * len(filler), *demonstration.policy_mask[at:]],
+        )

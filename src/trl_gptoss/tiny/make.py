@@ -1,6 +1,7 @@
 """Tokenizer, warm start and files of the tiny model, put together and cached."""
 
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import islice
@@ -11,8 +12,9 @@ import torch
 import transformers
 from transformers import AutoTokenizer, GptOssForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from ..harmony import HarmonyVocabulary
 from .cache import cached_folder, copy_folder, default_cache_dir, digest
-from .demonstrations import P_RIGHT, Demonstration, demonstrations
+from .demonstrations import P_RIGHT, Demonstration, demonstrations, with_filler
 from .model import special_ids, tiny_config, tiny_generation_config, tiny_model, widen_vocabulary
 from .vocabulary import small_tokenizer, used_ids
 from .warm_start import WarmStart, train
@@ -20,11 +22,15 @@ from .warm_start import WarmStart, train
 GPT_OSS_VOCABULARY = 201088
 POSITIONS_OF_REAL_PROMPTS = 1024  # before YaRN's factor of 4
 
+# Random text before the questions of the warm start in that vocabulary (see `with_filler`). Ids below LAST_TEXT_TOKEN
+# are gpt-oss's ordinary tokens.
+FILLER_TOKENS, LONGEST_FILLER, LAST_TEXT_TOKEN = 600, 100, 199998
+
 # Enough to have seen nearly every 3-digit token of the real vocabulary that an answer can begin with.
 SAMPLE_SIZE = 4000
 
 # The wide vocabulary's prompts are four times as long (the system message is 160 tokens in it): smaller batches.
-DEFAULT_WARM_START = {"small": WarmStart(steps=180, batch_size=64), "gpt-oss": WarmStart(steps=120, batch_size=32)}
+DEFAULT_WARM_START = {"small": WarmStart(steps=180, batch_size=64), "gpt-oss": WarmStart(steps=150, batch_size=16)}
 
 CARD = """---
 library_name: transformers
@@ -98,11 +104,15 @@ def _warm_started(tokenizer: PreTrainedTokenizerBase, kind: str, seed: int, sett
         model = tiny_model(tiny_config(len(tokenizer), special), seed)
         train(model, demonstrations(tokenizer, seed), settings)
         return model
-    ids = used_ids(tokenizer, list(islice(demonstrations(tokenizer, seed), SAMPLE_SIZE)))
+    filler = random.Random(FILLER_TOKENS).sample(range(LAST_TEXT_TOKEN), FILLER_TOKENS)
+    sample = list(islice(demonstrations(tokenizer, seed), SAMPLE_SIZE))
+    ids = used_ids(tokenizer, [*sample, Demonstration(ids=filler, policy_mask=[])])
     narrow_id = {i: k for k, i in enumerate(ids)}
     narrow_special = {name: narrow_id[i] for name, i in special.items()}
     model = tiny_model(tiny_config(len(ids), narrow_special, POSITIONS_OF_REAL_PROMPTS), seed)
-    train(model, _narrowed(demonstrations(tokenizer, seed), narrow_id), settings, GPT_OSS_VOCABULARY - len(ids))
+    message_id = HarmonyVocabulary.of(tokenizer).message
+    stream = with_filler(demonstrations(tokenizer, seed), filler, message_id, LONGEST_FILLER, seed)
+    train(model, _narrowed(stream, narrow_id), settings, GPT_OSS_VOCABULARY - len(ids))
     wide = tiny_config(GPT_OSS_VOCABULARY, special, POSITIONS_OF_REAL_PROMPTS)
     return widen_vocabulary(model, ids, wide, seed)
 
@@ -132,7 +142,7 @@ def make_tiny_model(
             `"small"`: trained here, a few hundred tokens. `"gpt-oss"`: the real one, 201088 ids.
         tokenizer_path (`str`, *optional*): for `"gpt-oss"`: a local folder with that tokenizer.
         seed (`int`, *optional*, defaults to 0): of the initialisation and of the demonstrations.
-        steps (`int`, *optional*): steps of the warm start, 180 for `"small"` and 120 for `"gpt-oss"` if not given;
+        steps (`int`, *optional*): steps of the warm start, 180 for `"small"` and 150 for `"gpt-oss"` if not given;
             0 leaves the random initialisation.
         cache_dir (`str` or `Path`, *optional*): `$TRL_GPTOSS_CACHE` or `~/.cache/trl_gptoss` if not given.
 

@@ -1,0 +1,177 @@
+"""One GPT-OSS experts layer on one GPU: speed, memory and accuracy of every implementation.
+
+    python layer.py layer  --tokens 2048 8192 32768          # eval, frozen experts, trained experts
+    python layer.py decode                                    # 1, 8, 64 tokens, batched_mm as well
+    python layer.py article                                   # 4 x (8192 + 16384) tokens under no_grad
+    python layer.py lora                                      # LoRA on the experts: fused, PEFT's own path
+    python layer.py all --out h200.csv
+
+Memory is the peak above the weights, the gradients of the weights and the output. Baselines run in the same process.
+"""
+
+import argparse
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rows import Rows
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from triton.testing import do_bench
+
+import trl_gptoss  # noqa: F401  registers gptoss_fused
+
+GIB = 2**30
+IMPLEMENTATIONS = ("gptoss_fused", "grouped_mm", "eager")
+
+
+def build(implementation: str, experts: int, dtype: torch.dtype = torch.bfloat16) -> GptOssMLP:
+    gc.collect()
+    torch.cuda.empty_cache()
+    config = GptOssConfig(num_hidden_layers=1, num_local_experts=experts)
+    config._experts_implementation = implementation
+    with torch.device("cuda"):
+        mlp = GptOssMLP(config).to(dtype)
+    generator = torch.Generator("cuda").manual_seed(0)
+    with torch.no_grad():
+        for parameter in mlp.parameters():
+            parameter.normal_(0, 0.02, generator=generator)
+    return mlp
+
+
+def peak(step: Callable[[], torch.Tensor], kept: Callable[[], int]) -> float:
+    """GiB above what was there, what stays (`kept`) and the output."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before - kept() - out.nbytes) / GIB
+
+
+def measure_layer(rows: Rows, implementations: list[str], experts: list[int], tokens: list[int]) -> None:
+    for count in experts:
+        for implementation in implementations:
+            mlp = build(implementation, count)
+            for T in tokens:
+                x = torch.randn(1, T, 2880, device="cuda", dtype=torch.bfloat16)
+                grad = torch.randn_like(x)
+                for mode, work in (("eval", 1), ("frozen", 2), ("trained", 3)):
+                    mlp.requires_grad_(mode == "trained")
+                    inputs = x.clone().requires_grad_(mode != "eval")
+
+                    def step(mlp=mlp, inputs=inputs, grad=grad, mode=mode) -> torch.Tensor:
+                        mlp.zero_grad(set_to_none=True)
+                        inputs.grad = None
+                        with torch.set_grad_enabled(mode != "eval"):
+                            out = mlp(inputs)[0]
+                        if mode != "eval":
+                            out.backward(grad)
+                        return out
+
+                    def kept(mlp=mlp) -> int:
+                        return sum(p.grad.nbytes for p in mlp.parameters() if p.grad is not None)
+
+                    used = peak(step, kept)
+                    ms = do_bench(step, return_mode="median")
+                    tflops = work * T * 4 * 6 * 2880**2 / ms / 1e9
+                    rows.add(
+                        case="layer", implementation=implementation, experts=count, tokens=T, mode=mode,
+                        ms=round(ms, 3), tflops=round(tflops), peak_gib=round(used, 3),
+                    )  # fmt: skip
+            del mlp
+
+
+def measure_decode(rows: Rows, implementations: list[str], experts: list[int]) -> None:
+    for count in experts:
+        for implementation in [*implementations, "batched_mm"]:
+            mlp = build(implementation, count).requires_grad_(False)
+            for T in (1, 8, 64):
+                x = torch.randn(1, T, 2880, device="cuda", dtype=torch.bfloat16)
+                with torch.no_grad():
+                    ms = do_bench(lambda mlp=mlp, x=x: mlp(x), return_mode="median")
+                rows.add(
+                    case="decode", implementation=implementation, experts=count, tokens=T, mode="eval",
+                    ms=round(ms, 4), tflops="", peak_gib="",
+                )  # fmt: skip
+            del mlp
+
+
+def measure_article(rows: Rows, implementations: list[str]) -> None:
+    tokens = 4 * (8192 + 16384)
+    for implementation in implementations:
+        mlp = build(implementation, 32).requires_grad_(False)
+        x = torch.randn(4, tokens // 4, 2880, device="cuda", dtype=torch.bfloat16)
+        with torch.no_grad():
+            used = peak(lambda mlp=mlp, x=x: mlp(x)[0], lambda: 0)
+            ms = do_bench(lambda mlp=mlp, x=x: mlp(x), return_mode="median")
+        rows.add(
+            case="article", implementation=implementation, experts=32, tokens=tokens, mode="eval",
+            ms=round(ms, 2), tflops=round(tokens * 4 * 6 * 2880**2 / ms / 1e9), peak_gib=round(used, 3),
+        )  # fmt: skip
+        del mlp, x
+
+
+class _Model(torch.nn.Module):
+    """PEFT wants a model with a config and the parameter path `mlp.experts`."""
+
+    def __init__(self, mlp: GptOssMLP) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self.config = mlp.experts.config
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.mlp(hidden_states)[0]
+
+
+def measure_lora(rows: Rows, tokens: list[int], rank: int = 16) -> None:
+    import peft
+
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    for implementation, fuse in (("gptoss_fused", True), ("gptoss_fused", False), ("grouped_mm", False)):
+        config = peft.LoraConfig(r=rank, target_modules=[], target_parameters=targets)
+        model = peft.get_peft_model(_Model(build(implementation, 32)), config)
+        if fuse:
+            trl_gptoss.experts.fuse_expert_lora(model)
+        for T in tokens:
+            x = torch.randn(1, T, 2880, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            grad = torch.randn_like(x)
+
+            def step(model=model, x=x, grad=grad) -> torch.Tensor:
+                model.zero_grad(set_to_none=True)
+                x.grad = None
+                out = model(x)
+                out.backward(grad)
+                return out
+
+            used = peak(step, lambda: 0)
+            ms = do_bench(step, return_mode="median")
+            rows.add(
+                case=f"lora_r{rank}", implementation=implementation + ("" if fuse else "+peft"), experts=32, tokens=T,
+                mode="adapters", ms=round(ms, 3), tflops="", peak_gib=round(used, 3),
+            )  # fmt: skip
+        del model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", choices=("layer", "decode", "article", "lora", "all"))
+    parser.add_argument("--implementations", nargs="*", default=list(IMPLEMENTATIONS))
+    parser.add_argument("--experts", type=int, nargs="*", default=[32, 128])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 8192, 32768])
+    parser.add_argument("--out", type=Path, default=Path("experts.csv"))
+    args = parser.parse_args()
+    rows = Rows(args.out)
+    if args.case in ("layer", "all"):
+        measure_layer(rows, args.implementations, args.experts, args.tokens)
+    if args.case in ("decode", "all"):
+        measure_decode(rows, args.implementations, args.experts)
+    if args.case in ("article", "all"):
+        measure_article(rows, args.implementations)
+    if args.case in ("lora", "all"):
+        measure_lora(rows, args.tokens)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Router choices: capture them, replay them, compute them in another dtype, and break ties the same way everywhere.
+
+The sampler and the trainer see slightly different logits, so near-ties in the router flip experts between the two, and
+so does a recomputation with another batch layout. Replaying the indices of the sampler removes that difference; the
+scores are still computed from the trainer's own logits, so the router keeps its gradient.
+
+One forward hook per `GptOssTopKRouter` does all of it; nothing is patched. Shape legend: L layers, T tokens of one
+forward (batch times sequence, flattened), k = top_k, E experts.
+
+    with capture_routing(model) as record:          # a forward of 3 tokens
+        model(input_ids)
+    record.indices()                                # (L, 3, k) uint8
+    with replay_routing(model, record.indices()):   # keep it open through backward when checkpointing recomputes
+        model(input_ids).loss.backward()
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+
+
+@dataclass(kw_only=True, slots=True)
+class _RouterState:
+    dtype: torch.dtype | None = None
+    deterministic: bool = False
+    replay: torch.Tensor | None = None
+    captured: list[torch.Tensor] = field(default_factory=list)
+    capturing: bool = False
+
+
+_STATES: WeakKeyDictionary[nn.Module, _RouterState] = WeakKeyDictionary()
+
+
+def deterministic_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Indices of the `k` largest logits, largest first, equal logits by ascending index.
+
+    `torch.topk` leaves the order of equal values open, and it differs between CPU, CUDA and batch shapes. bf16 logits
+    have 8 bits of mantissa: ties are common.
+
+    Args:
+        logits (`torch.Tensor` of shape `(..., E)`, floating): Up to 65536 experts.
+        k (`int`): How many.
+
+    Returns:
+        `torch.Tensor` of shape `(..., k)`, int64.
+    """
+    if logits.dtype == torch.float64:
+        return logits.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    # a float's bits, with negative values mirrored, order like the float; the index in the low bits breaks ties
+    bits = (logits.float() + 0.0).view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    rank = torch.arange(logits.shape[-1] - 1, -1, -1, device=logits.device)
+    return (ordered * 65536 + rank).topk(k, dim=-1).indices
+
+
+def _hook(
+    router: GptOssTopKRouter, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    state = _STATES[router]
+    logits, scores, indices = output
+    recompute = state.dtype is not None and state.dtype != logits.dtype
+    if recompute:
+        with torch.autocast(logits.device.type, enabled=False):
+            hidden, weight, bias = (t.to(state.dtype) for t in (inputs[0], router.weight, router.bias))
+            logits = functional.linear(hidden, weight, bias)
+    if state.deterministic:
+        indices = deterministic_top_k(logits, router.top_k)
+    elif recompute:
+        indices = logits.topk(router.top_k, dim=-1).indices
+    if state.replay is not None:
+        indices = _replayed(state.replay, indices, router)
+    if recompute or state.deterministic or state.replay is not None:
+        scores = functional.softmax(logits.gather(1, indices), dim=1, dtype=logits.dtype)
+    if state.capturing:
+        small = torch.uint8 if router.num_experts <= 256 else torch.int32
+        state.captured = [indices.detach().to(small)]
+    return logits, scores, indices
+
+
+def _replayed(replay: torch.Tensor, own: torch.Tensor, router: GptOssTopKRouter) -> torch.Tensor:
+    if replay.shape != own.shape:
+        raise ValueError(
+            f"replay_routing got indices of shape {tuple(replay.shape)} per layer, but this forward routes "
+            f"{own.shape[0]} tokens to {own.shape[1]} experts each. Give one row per token of the forward, in its "
+            "order (batch times sequence, padding included), with rows of -1 where nothing was recorded."
+        )
+    replay = replay.to(own.device, torch.long)
+    return torch.where(replay[:, :1] < 0, own, replay)
+
+
+def _states(model: nn.Module) -> list[_RouterState]:
+    routers = [module for module in model.modules() if isinstance(module, GptOssTopKRouter)]
+    if not routers:
+        raise ValueError(f"{type(model).__name__} has no GPT-OSS router.")
+    for router in routers:
+        if router not in _STATES:
+            _STATES[router] = _RouterState()
+            # before other hooks: sharding hooks release the parameters that a recomputation reads
+            router.register_forward_hook(_hook, prepend=True)
+    return [_STATES[router] for router in routers]
+
+
+def set_router_options(
+    model: nn.Module, *, router_dtype: torch.dtype | str | None = None, deterministic_top_k: bool = False
+) -> None:
+    """Choose how every router of `model` computes.
+
+    Args:
+        model (`torch.nn.Module`): A model with GPT-OSS routers.
+        router_dtype (`torch.dtype` or `str`, *optional*): Dtype of logits and scores, e.g. `"float32"`; `None` keeps
+            the model's.
+        deterministic_top_k (`bool`, *optional*, defaults to `False`): Break ties by the lower expert index.
+    """
+    if isinstance(router_dtype, str):
+        named = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+        if router_dtype not in named:
+            raise ValueError(f"router_dtype is {router_dtype!r}; expected one of {sorted(named)}, or None.")
+        router_dtype = named[router_dtype]
+    for state in _states(model):
+        state.dtype, state.deterministic = router_dtype, deterministic_top_k
+
+
+class RoutingRecord:
+    """What `capture_routing` yields."""
+
+    def __init__(self, states: list[_RouterState]) -> None:
+        self._states = states
+
+    def indices(self) -> torch.Tensor:
+        """Chosen experts of the last forward, `(L, T, k)`, uint8 (int32 beyond 256 experts), on the model's device."""
+        if not all(state.captured for state in self._states):
+            raise RuntimeError("No routing was captured: run the model inside `with capture_routing(model)`.")
+        return torch.stack([state.captured[0].to(self._states[0].captured[0].device) for state in self._states])
+
+
+@contextmanager
+def capture_routing(model: nn.Module) -> Iterator[RoutingRecord]:
+    """Record the chosen experts of the last forward in this context; earlier forwards are overwritten."""
+    states = _states(model)
+    for state in states:
+        state.captured, state.capturing = [], True
+    try:
+        yield RoutingRecord(states)
+    finally:
+        for state in states:
+            state.capturing = False
+
+
+@contextmanager
+def replay_routing(model: nn.Module, indices: torch.Tensor) -> Iterator[None]:
+    """Use recorded experts instead of the router's choice.
+
+    Scores are the softmax of the model's own logits at the recorded experts. Stay inside the context until backward is
+    done when gradient checkpointing recomputes the forward.
+
+    Args:
+        model (`torch.nn.Module`): A model with GPT-OSS routers.
+        indices (`torch.Tensor` of shape `(L, T, k)`, integer): Experts per layer and token, for example of
+            `RoutingRecord.indices`. A row that starts with -1 leaves the choice to the router.
+    """
+    states = _states(model)
+    if indices.ndim != 3 or indices.shape[0] != len(states) or indices.is_floating_point():
+        raise ValueError(
+            f"replay_routing expects integer indices of shape ({len(states)}, tokens, top_k), one entry per layer, and "
+            f"got {indices.dtype} of shape {tuple(indices.shape)}."
+        )
+    experts = next(m.num_experts for m in model.modules() if isinstance(m, GptOssTopKRouter))
+    if indices.numel() and int(indices.max()) >= experts:
+        raise ValueError(f"replay_routing got expert {int(indices.max())}; the model has {experts} experts.")
+    before = [state.replay for state in states]
+    for state, layer in zip(states, indices, strict=True):
+        state.replay = layer
+    try:
+        yield
+    finally:
+        for state, previous in zip(states, before, strict=True):
+            state.replay = previous

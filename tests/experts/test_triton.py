@@ -1,0 +1,228 @@
+"""The Triton kernels against the plain PyTorch path in float64.
+
+On a CUDA machine the kernels run natively. Elsewhere they run in Triton's interpreter when the `triton` package is
+installed, in fp32 on tiny shapes, which covers the index logic of every kernel and of the tensor-descriptor variants.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(GPU or INTERPRETED or not HAS_TRITON, reason="needs the triton package and no GPU")
+def test_in_the_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}  # Triton reads it when a kernel is defined
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stdout[-3000:]
+
+
+runnable = pytest.mark.skipif(
+    not (GPU or (INTERPRETED and HAS_TRITON)), reason="needs a CUDA GPU, or TRITON_INTERPRET=1 and the triton package"
+)
+DEVICE = "cuda" if GPU else "cpu"
+ACTIVATION = (1.702, 0.9)
+
+
+def case(tokens, top_k, experts, hidden, intermediate, rank=0, spread="random", dtype=torch.float32, seed=0):
+    from trl_gptoss.experts.params import ExpertParams
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(DEVICE, dtype)
+
+    T, E, H, I = tokens, experts, hidden, intermediate  # noqa: E741
+    index = torch.randint(0, E, (T, top_k), generator=generator)
+    if spread == "one":
+        index = torch.full_like(index, E - 1)
+    elif spread == "foreign":
+        index = torch.where(torch.rand(index.shape, generator=generator) < 0.4, E, index)
+    elif spread == "nowhere":
+        index = torch.full_like(index, E)
+    tensors = [randn(E, H, 2 * I, scale=H**-0.5), randn(E, 2 * I), randn(E, I, H, scale=I**-0.5), randn(E, H)]
+    if rank:
+        shapes = [(E, H, rank), (E, rank, 2 * I), (E, I, rank), (E, rank, H)]
+        tensors += [randn(*shape, scale=0.2) for shape in shapes]
+    weight = torch.rand(T, top_k, generator=generator).to(DEVICE, dtype)
+    return randn(T, H), index.to(DEVICE), weight, ExpertParams(*tensors), randn(T, H)
+
+
+def compare(inputs, tolerance: float) -> None:
+    from trl_gptoss.experts import cuda_path, torch_path
+    from trl_gptoss.experts.params import Activation, ExpertParams, Gradients, Needs
+
+    x, index, weight, params, grad = inputs
+    activation = Activation(*ACTIVATION)
+    adapted = params.lora_up_in is not None
+    needs = Needs(*[True] * 6, *[adapted] * 4)
+    wide = ExpertParams(*(t if t is None else t.double() for t in params))
+    out, saved = cuda_path.forward(x, index, weight, params, activation, keep=True)
+    assert torch.equal(out, cuda_path.forward(x, index, weight, params, activation, keep=False)[0])
+    expected, kept = torch_path.forward(x.double(), index, weight.double(), wide, activation, keep=True)
+    found = cuda_path.backward(grad, x, index, weight, params, activation, saved, needs)
+    oracle = torch_path.backward(grad.double(), x.double(), index, weight.double(), wide, activation, kept, needs)
+    pairs = {"out": (out, expected)} | {
+        name: (ours, theirs)
+        for name, ours, theirs in zip(Gradients._fields, found, oracle, strict=True)
+        if theirs is not None
+    }
+    for name, (ours, theirs) in pairs.items():
+        error = (ours.double() - theirs).norm() / theirs.norm().clamp_min(1e-12)
+        assert error < tolerance, f"{name}: {error:.1e}"
+
+
+SHAPES = {
+    "one token": (1, 4, 5, 16, 16),
+    "odd": (33, 3, 7, 40, 24),
+    "adapted": (21, 2, 4, 40, 36, 16),
+    "one expert": (40, 2, 4, 24, 20, 0, "one"),
+    "foreign": (37, 2, 3, 64, 48, 16, "foreign"),
+    "nowhere": (5, 2, 3, 16, 16, 0, "nowhere"),
+    "two column tiles": (9, 2, 3, 136, 140),
+    "two row tiles": (90, 2, 1, 16, 16),
+}
+
+
+@runnable
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_against_float64(shape: tuple) -> None:
+    compare(case(*shape), 2e-5)
+
+
+@runnable
+def test_blocks_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trl_gptoss.experts import cuda_path
+
+    monkeypatch.setattr(cuda_path, "_SMALL_BUFFER", 0)
+    monkeypatch.setattr(cuda_path, "_COLUMN_BLOCK", 16)
+    compare(case(21, 2, 4, 40, 36, 16), 2e-5)
+
+
+@runnable
+@pytest.mark.parametrize("store", [False, True])
+def test_tensor_descriptors(monkeypatch: pytest.MonkeyPatch, store: bool) -> None:
+    from trl_gptoss.experts import cuda_path, kernels_gemm
+    from trl_gptoss.experts.tuning import TileConfig
+
+    if not GPU:  # the interpreter emulates descriptors on the CPU
+        aligned = lambda m: m.stride(1) == 1 and m.stride(0) * m.element_size() % 16 == 0  # noqa: E731
+        monkeypatch.setattr(kernels_gemm, "_can_describe", aligned)
+    config = TileConfig(64 if GPU else 16, 32, 16, 4, 2, 2, 1, tma=True, tma_store=store)
+    monkeypatch.setattr(cuda_path, "tile_config", lambda *arguments: config)
+    compare(case(37, 2, 3, 64, 48, 0, "foreign"), 2e-5)
+
+
+@runnable
+@pytest.mark.parametrize("block", [16, 1024])
+def test_sort_is_stable_and_drops_foreign_experts(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    from trl_gptoss.experts import kernels_route, torch_path
+
+    monkeypatch.setattr(kernels_route, "_MAX_BLOCK", block)
+    index = torch.randint(0, 8, (150, 3), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    order, offsets = kernels_route.sort_by_expert(index, 7)
+    expected_order, expected_offsets = torch_path.sort_by_expert(index, 7)
+    assert torch.equal(offsets.long(), expected_offsets)
+    count = int(expected_offsets[-1])
+    assert torch.equal(order[:count].long(), expected_order[:count]) and count < 450
+
+
+@runnable
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_activation_backward_of_packed_pairs(dtype: torch.dtype) -> None:
+    from trl_gptoss.experts import torch_path
+    from trl_gptoss.experts.kernels_route import sort_by_expert
+    from trl_gptoss.experts.kernels_rowwise import gate_backward
+    from trl_gptoss.experts.params import Activation
+
+    index = torch.randint(0, 3, (50, 2), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    order, offsets = sort_by_expert(index, 3)
+    torch.manual_seed(0)
+    gate_up, grad = torch.randn(100, 144).mul(4).to(DEVICE, dtype), torch.randn(100, 72).to(DEVICE, dtype)
+    weight = torch.rand(100).to(DEVICE, dtype)
+    weights = weight[order.long()].double()[:, None]
+    expected = torch_path._activate_backward(gate_up.double(), grad.double(), weights, Activation(1.702, 7.0))
+    dots, _ = gate_backward(gate_up, grad, order, offsets, weight, 1.702, 7.0, need_bias=False, need_hidden=True)
+    tolerance = 6e-3 if dtype == torch.bfloat16 else 8e-4
+    for ours, theirs in zip((gate_up, grad, dots.sum(1)[order.long()]), expected, strict=True):
+        assert (ours.double() - theirs).norm() / theirs.norm() < tolerance
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA GPU")
+class TestOnGpu:
+    """Full width, through the registered implementation."""
+
+    @staticmethod
+    def layer(implementation: str, experts: int, dtype: torch.dtype):
+        from transformers import GptOssConfig
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+        import trl_gptoss  # noqa: F401
+
+        config = GptOssConfig(num_local_experts=experts, num_hidden_layers=1)
+        config._experts_implementation = implementation
+        with torch.device("cuda"):
+            layer = GptOssExperts(config)
+        generator = torch.Generator("cuda").manual_seed(0)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.normal_(0, 0.02, generator=generator)
+        return layer.to(dtype)
+
+    def run(self, layer, x, index, weight, grad) -> dict[str, torch.Tensor]:
+        x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        layer.zero_grad()
+        out = layer(x, index, weight)
+        out.backward(grad)
+        return {"out": out.detach(), "x": x.grad, "weight": weight.grad} | {
+            name: p.grad for name, p in layer.named_parameters()
+        }
+
+    @pytest.mark.parametrize(("experts", "tokens"), [(32, 8), (32, 1024), (128, 777)])
+    def test_no_worse_than_grouped_mm(self, experts: int, tokens: int) -> None:
+        torch.manual_seed(0)
+        x = torch.randn(tokens, 2880, device="cuda", dtype=torch.bfloat16)
+        index = torch.rand(tokens, experts, device="cuda").topk(4).indices
+        weight, grad = torch.rand(tokens, 4, device="cuda", dtype=x.dtype), torch.randn_like(x)
+        exact = self.run(self.layer("eager", experts, torch.float32), x.float(), index, weight.float(), grad.float())
+        ours = self.run(self.layer("gptoss_fused", experts, x.dtype), x, index, weight, grad)
+        theirs = self.run(self.layer("grouped_mm", experts, x.dtype), x, index, weight, grad)
+        for name, value in exact.items():
+            error, reference = (((r[name].float() - value).norm() / value.norm()).item() for r in (ours, theirs))
+            assert error <= 1.05 * reference, f"{name}: {error:.1e}, grouped_mm {reference:.1e}"
+            assert "bias" not in name or error <= 6e-3
+
+    def test_second_backward_is_refused_and_tiles_allow_it(self) -> None:
+        from trl_gptoss.experts import set_experts_token_chunk
+
+        layer = self.layer("gptoss_fused", 4, torch.bfloat16)
+        x = torch.randn(64, 2880, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        index, weight = torch.randint(0, 4, (64, 4), device="cuda"), torch.rand(64, 4, device="cuda", dtype=x.dtype)
+        out = layer(x, index, weight)
+        out.sum().backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="second time"):
+            out.sum().backward()
+        set_experts_token_chunk(layer, 32)
+        out = layer(x, index, weight)
+        first = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
+        assert torch.equal(first, torch.autograd.grad(out.sum(), x)[0])
+
+    def test_compile(self) -> None:
+        layer = self.layer("gptoss_fused", 4, torch.bfloat16)
+        x = torch.randn(64, 2880, device="cuda", dtype=torch.bfloat16)
+        index, weight = torch.randint(0, 4, (64, 4), device="cuda"), torch.rand(64, 4, device="cuda", dtype=x.dtype)
+        plain = self.run(layer, x, index, weight, x)
+        compiled = self.run(torch.compile(layer, fullgraph=True), x, index, weight, x)
+        for name in ("out", "x", "weight"):
+            assert torch.equal(plain[name], compiled[name])
