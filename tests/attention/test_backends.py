@@ -337,6 +337,12 @@ def test_kernels_package_is_asked_only_if_installed(monkeypatch):
         loading.from_hub()
 
 
+def test_an_old_kernels_package_is_not_asked(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9.0")
+    with pytest.raises(loading.Unavailable, match="the package is 0.9.0, needs >= 0.17"):
+        loading.from_hub()
+
+
 def test_hub_errors_are_one_line(monkeypatch):
     def get_kernel(repo, version):
         assert (repo, version) == (loading.HUB_REPO, loading.HUB_VERSION)
