@@ -19,6 +19,8 @@ static char const* bwd(Problem const& p, BwdArgs const& a, cudaStream_t s, int v
     switch (variant) {
         case 0: return bwd_launch_config<BwdConfig<T, 4, false, kDeterministic>>(p, a, s);
         case 1: return bwd_launch_config<BwdConfig<T, 4, true, kDeterministic>>(p, a, s);
+        case 2: return bwd_launch_config<BwdConfig<T, 4, false, kDeterministic, true>>(p, a, s);
+        case 3: return bwd_launch_config<BwdConfig<T, 4, true, kDeterministic, true>>(p, a, s);
     }
     return "no such variant";
 }

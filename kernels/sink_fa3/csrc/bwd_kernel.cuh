@@ -11,12 +11,14 @@
 
 namespace sink_fa3 {
 
-template <typename T_, int kStages_, bool kPingPong_, bool kDeterministic_>
+template <typename T_, int kStages_, bool kPingPong_, bool kDeterministic_, bool kInStep_ = kDeterministic_>
 struct BwdConfig {
     using T = T_;
     static constexpr int kStages = kStages_;
     static constexpr bool kPingPong = kPingPong_;  // the two warpgroups take turns at the tensor cores
     static constexpr bool kDeterministic = kDeterministic_;
+    static constexpr bool kInStep = kInStep_;  // TileWalk
+    static_assert(kInStep || !kDeterministic, "turns want blocks that follow each other");
     static constexpr int kThreads = 384;
     static constexpr int kDqRegs = 72;
     static constexpr int kConsumerRegs = 216;
@@ -69,21 +71,21 @@ __device__ __forceinline__ bool decode_bwd_ticket(BwdParams const& p, int ticket
     return true;
 }
 
-// The order in which a block walks over its query tiles. Deterministic mode adds to every dQ tile in ascending order of key
-// blocks; with the last tiles first (heads inside), all blocks start at the same tile and follow each other one tile apart,
-// where any order that starts at the diagonal would make the shorter blocks wait for the longest. Without turns, heads outside
-// and ascending tiles spread concurrent blocks over different dQ tiles.
-template <bool kDeterministic>
+// The order in which a block walks over its query tiles. In step: the last tiles first, heads inside. All blocks start at the
+// same tile and stay close, which deterministic mode needs: it adds to every dQ tile in ascending order of key blocks, and any
+// order that starts at the diagonal would make the shorter blocks wait for the longest. Otherwise: heads outside and ascending
+// tiles, which spread concurrent blocks over different dQ tiles.
+template <bool kInStep>
 struct TileWalk {
     int m, head, m_min, m_end, head_begin, head_end;
     __device__ __forceinline__ void start(BwdParams const& p, BwdItem const& t) {
         m_min = t.m_min, m_end = t.m_min + t.m_count;
         head_begin = t.kv_head * p.heads_per_kv, head_end = head_begin + p.heads_per_kv;
-        m = kDeterministic ? m_end - 1 : m_min;
+        m = kInStep ? m_end - 1 : m_min;
         head = head_begin;
     }
     __device__ __forceinline__ void next() {
-        if constexpr (kDeterministic) {
+        if constexpr (kInStep) {
             if (++head == head_end) {
                 head = head_begin;
                 --m;
@@ -99,7 +101,7 @@ struct TileWalk {
 template <typename C>
 struct QueryLoader {
     Ring<C::kStages> ring;
-    TileWalk<C::kDeterministic> at;
+    TileWalk<C::kInStep> at;
     int left;
     __device__ __forceinline__ void start(BwdParams const& p, BwdItem const& t) {
         at.start(p, t);
@@ -187,7 +189,7 @@ __device__ __forceinline__ void bwd_dq_warpgroup(BwdSmem<C>& sm, CUtensorMap con
         __syncwarp();
         if (t.end) return;
         if (lane == 0) mbar_arrive(&sm.item_empty);
-        TileWalk<C::kDeterministic> at;
+        TileWalk<C::kInStep> at;
         at.start(p, t);
         int* turn = nullptr;  // of the tile before, still to be passed on
         int next_turn = 0;
@@ -335,7 +337,7 @@ __device__ __forceinline__ void bwd_consumer(BwdSmem<C>& sm, BwdParams const& p,
         };
         int const key_first = t.n * kBwdKeys + wg * 64;  // this warpgroup's keys
         int const offset = t.k_len - t.q_len;
-        TileWalk<C::kDeterministic> at;
+        TileWalk<C::kInStep> at;
         at.start(p, t);
         int const tiles = t.m_count * p.heads_per_kv;
         // A round issues S and dP of its tile and dV, dK of the tile before (in the first round with P = dS = 0), so that the
