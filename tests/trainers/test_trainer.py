@@ -11,7 +11,13 @@ import torch
 from datasets import Dataset, IterableDataset
 from scripted_backend import HarmonyWriter, ScriptedBackend
 from tiny_policy import byte_tokenizer, tiny_model
-from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+)
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_gptoss.environments import Environment, PythonTool
@@ -444,6 +450,30 @@ def test_a_model_id_is_loaded_in_bf16_without_auxiliary_loss(tmp_path):
     trainer = build(tmp_path, model=str(tmp_path / "model"), model_init_kwargs=wanted, router_aux_loss_coef=0.1)
     assert trainer.model.dtype == torch.float32 and trainer.model.config._attn_implementation == "eager"
     assert trainer.aux_loss_enabled
+
+
+def test_a_reward_model_of_another_family_does_not_get_the_policys_kernels(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "policy")
+    TOKENIZER.save_pretrained(tmp_path / "policy")
+    judge = Qwen2Config(
+        vocab_size=400,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_labels=1,
+        pad_token_id=257,
+    )
+    Qwen2ForSequenceClassification(judge).save_pretrained(tmp_path / "judge")
+    TOKENIZER.save_pretrained(tmp_path / "judge")
+    trainer = build(
+        tmp_path, str(tmp_path / "judge"), model=str(tmp_path / "policy"), model_init_kwargs={"dtype": "float32"}
+    )
+    [reward_model] = trainer.reward_funcs
+    assert trainer.reward_func_names == ["judge"]
+    assert reward_model.config._attn_implementation == "sdpa"
+    assert trainer.model.config._attn_implementation in ("sink_fa3", "eager")
 
 
 def test_our_kernels_are_used_once_they_are_registered(tmp_path, monkeypatch):

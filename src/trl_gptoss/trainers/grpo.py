@@ -35,7 +35,7 @@ from .config import GptOssGRPOConfig
 from .environments import bind_environments
 from .guards import check_model
 from .harmony_rollouts import HarmonyRollouts
-from .loading import ATTENTION, model_init_kwargs
+from .loading import ATTENTION, load_reward_models, model_init_kwargs
 from .on_policy import OnPolicyMixin
 from .resumable import ResumableMixin
 from .reward_guard import discard_failed_rows, guard
@@ -95,6 +95,7 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
         if args is None:
             args = GptOssGRPOConfig(f"{model_id.split('/')[-1]}-GRPO")
         if isinstance(model, str):
+            reward_funcs = load_reward_models(reward_funcs, args.model_init_kwargs, args.trust_remote_code)
             args.model_init_kwargs = model_init_kwargs(model, args.model_init_kwargs, args.trust_remote_code)
         else:
             check_model(model)

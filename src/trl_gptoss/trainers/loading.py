@@ -3,7 +3,8 @@
 from typing import Any
 
 import torch
-from transformers import AutoConfig, Mxfp4Config, PretrainedConfig
+from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, Mxfp4Config, PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -41,3 +42,25 @@ def model_init_kwargs(model_id: str, given: dict[str, Any] | None, trust_remote_
     if quantization is not None and quantization.get("quant_method") == "mxfp4":
         kwargs.setdefault("quantization_config", Mxfp4Config(dequantize=True))
     return kwargs
+
+
+def load_reward_models(reward_funcs: Any, given: dict[str, Any] | None, trust_remote_code: bool) -> list[Any]:
+    """Reward functions with model ids replaced by models.
+
+    TRL loads them with the `model_init_kwargs` of the policy, which by then ask for GPT-OSS's attention and experts; a
+    reward model of another family must not get those.
+
+    Args:
+        reward_funcs (`RewardFunc`, `list[RewardFunc]` or `None`): as given to the trainer.
+        given (`dict` or `None`): `model_init_kwargs` of the user.
+        trust_remote_code (`bool`): for reward models with code of their own.
+    """
+    if reward_funcs is None:
+        return []
+    functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    kwargs = {"trust_remote_code": trust_remote_code, **(given or {})}
+
+    def load(model_id: str) -> nn.Module:
+        return AutoModelForSequenceClassification.from_pretrained(model_id, num_labels=1, **kwargs)
+
+    return [load(f) if isinstance(f, str) else f for f in functions]
