@@ -21,7 +21,10 @@ _LAZY = {
     "Trajectory": "trajectory",
     "Turn": "trajectory",
     "StopReason": "trajectory",
+    "Environment": "environments",
+    "OpenEnvEnvironment": "environments",
     "PythonTool": "environments",
+    "ToolOutput": "environments",
     "math_reward": "rewards",
     "format_reward": "rewards",
     "sink_attention": "attention",
@@ -32,7 +35,7 @@ __all__ = sorted(_LAZY)
 
 if TYPE_CHECKING:
     from .attention import sink_attention
-    from .environments import PythonTool
+    from .environments import Environment, OpenEnvEnvironment, PythonTool, ToolOutput
     from .experts import fused_elementwise
     from .rewards import format_reward, math_reward
     from .trainers import GptOssGRPOConfig, GptOssGRPOTrainer

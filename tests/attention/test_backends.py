@@ -216,6 +216,61 @@ def test_identity_on_plain_flash_attention(monkeypatch, sink, window, compare):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+class PlainFlash4:
+    """Stands for flash-attn-4 on SM90: sinks inside, but garbage in rows that see no key."""
+
+    @staticmethod
+    def _flash_attn_fwd(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+                        window_size_left, window_size_right, learnable_sink, return_lse):  # fmt: skip
+        assert return_lse and (window_size_right is None) == (window_size_left is None)
+        window = 0 if window_size_left is None else window_size_left + 1
+        out, lse = reference.forward(
+            q,
+            k,
+            v,
+            learnable_sink,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            causal,
+            window,
+            softmax_scale,
+        )
+        blind = (out == 0).all(-1).all(-1)
+        out[blind], lse[:, blind] = math.nan, 3.0
+        return out, lse, None, None, None
+
+    @staticmethod
+    def _flash_attn_bwd(q, k, v, out, dout, lse, *, softmax_scale, causal, window_size_left, window_size_right, cu_seqlens_q,
+                        cu_seqlens_k, max_seqlen_q, max_seqlen_k, deterministic, learnable_sink):  # fmt: skip
+        window = 0 if window_size_left is None else window_size_left + 1
+        dq, *grads = reference.backward(
+            dout, q, k, v, out, lse, learnable_sink, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window,
+            softmax_scale, deterministic,
+        )  # fmt: skip
+        dq[(out == 0).all(-1).all(-1)] = math.nan
+        return (dq, *grads) if learnable_sink is not None else (dq, *grads[:2])
+
+
+@pytest.mark.parametrize("sink", [None, 0.7])
+@pytest.mark.parametrize("causal, window", [(True, 0), (True, 5), (False, 0)])
+def test_flash_attn_4_rows_without_keys(monkeypatch, sink, causal, window):
+    monkeypatch.setattr(fa4, "_interface", lambda: PlainFlash4)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(n, h, 8, dtype=torch.float64) for n, h in ((44, 4), (37, 2), (37, 2)))
+    sinks = None if sink is None else torch.tensor([sink, 0.1, -2.0, 1.0], dtype=torch.float64)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 9, 9, 39, 44], [0, 4, 6, 37, 37]))
+    args = (q, k, v, sinks, cu_q, cu_k, 30, 31, causal, window, 0.3)
+    out, lse = fa4.forward(*args)
+    want_out, want_lse = reference.forward(*args)
+    assert torch.equal(out, want_out) and torch.equal(lse, want_lse)
+    dout = torch.randn_like(out)
+    settings = (sinks, cu_q, cu_k, 30, 31, causal, window, 0.3, False)
+    ours, want = (f(dout, q, k, v, out, lse, *settings) for f in (fa4.backward, reference.backward))
+    assert all(torch.equal(a.double(), b.double()) for a, b in zip(ours, want))
+
+
 def test_one_shot_kernels_only_for_the_same_tokens():
     q, k = torch.zeros(20, 16, 64), torch.zeros(20, 2, 64)
     cu = torch.tensor([0, 20], dtype=torch.int32)
@@ -279,6 +334,12 @@ def test_kernels_package_is_asked_only_if_installed(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
     with pytest.raises(loading.Unavailable, match="not installed"):
+        loading.from_hub()
+
+
+def test_an_old_kernels_package_is_not_asked(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9.0")
+    with pytest.raises(loading.Unavailable, match="the package is 0.9.0, needs >= 0.17"):
         loading.from_hub()
 
 

@@ -127,7 +127,15 @@ def test_gradient_checkpointing(place, reentrant, models, compare, sequences):
     check(compare, model, logits.split([len(x) for x in seqs]), oracle, tolerance)
 
 
-@pytest.mark.parametrize("how", ["position_ids", "lengths", "padded", "plain"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "position_ids",
+        "padded",
+        pytest.param("lengths", marks=pytest.mark.slow),
+        pytest.param("plain", marks=pytest.mark.slow),
+    ],
+)
 def test_compile(place, how, models, compare, sequences, padded):
     """fullgraph, forward and backward. grouped_mm experts, since the eager loop cannot be captured whole."""
     torch._dynamo.reset()

@@ -33,7 +33,7 @@ def launch(folder, *what, timeout=240):
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     """Starting processes takes longer than what they do: one launch for the fast tests."""
-    return launch(tmp_path_factory.mktemp("ranks"), "unequal", "collective", "vllm", "sharded")
+    return launch(tmp_path_factory.mktemp("ranks"), "unequal", "collective", "vllm", "sharded", "giving_up")
 
 
 @pytest.mark.parametrize("backend", ["unequal", "collective"])
@@ -59,6 +59,12 @@ def test_vllm_server_mode_gives_every_rank_its_own_completions(seen):
 
 def test_sharded_weights_with_unequal_rollouts(seen):
     assert seen["sharded"] == [[True] * 4] * 2
+
+
+def test_a_reward_that_keeps_failing_on_one_rank_ends_the_run_on_both(seen):
+    other, failing = seen["giving_up"]
+    assert other == ["SystemExit", "143", 3]
+    assert failing[0] == "RuntimeError" and "failed 3 times in a row" in failing[1] and failing[2] == 3
 
 
 @pytest.mark.slow

@@ -197,6 +197,23 @@ def stopped():
     return "went on"
 
 
+def giving_up():
+    """A reward function fails on one rank only, again and again."""
+
+    def reward(completion_ids, **kwargs):
+        if RANK == 1:
+            raise ValueError("judge is down")
+        return reward_of_length(completion_ids)
+
+    settings = {"max_rollout_tokens": 6, "max_steps": 5, "save_strategy": "steps", "save_steps": 100}
+    t = trainer(FOLDER / "giving_up", reward, **settings)
+    try:
+        t.train()
+    except (SystemExit, RuntimeError) as stop:
+        return [type(stop).__name__, str(stop), t.state.global_step]
+    return "went on"
+
+
 def resumed():
     t = trainer(FOLDER / "stopped", reward_of_length, **{**RESUMED, "save_strategy": "steps", "save_steps": 100})
     t.train(resume_from_checkpoint=True)
@@ -204,7 +221,7 @@ def resumed():
 
 
 for what in sys.argv[2:]:
-    done = {f.__name__: f for f in (unequal, collective, vllm, sharded, straight, stopped, resumed)}[what]()
+    done = {f.__name__: f for f in (unequal, collective, vllm, sharded, straight, stopped, resumed, giving_up)}[what]()
     report(what, done)
 dist.barrier()
 dist.destroy_process_group()

@@ -68,7 +68,7 @@ def compare(inputs, tolerance: float) -> None:
     needs = Needs(*[True] * 6, *[adapted] * 4)
     wide = ExpertParams(*(t if t is None else t.double() for t in params))
     out, saved = cuda_path.forward(x, index, weight, params, activation, keep=True)
-    assert torch.equal(out, cuda_path.forward(x, index, weight, params, activation, keep=False)[0])
+    torch.testing.assert_close(out, cuda_path.forward(x, index, weight, params, activation, keep=False)[0])
     expected, kept = torch_path.forward(x.double(), index, weight.double(), wide, activation, keep=True)
     found = cuda_path.backward(grad, x, index, weight, params, activation, saved, needs)
     oracle = torch_path.backward(grad.double(), x.double(), index, weight.double(), wide, activation, kept, needs)
@@ -89,6 +89,8 @@ SHAPES = {
     "one expert": (40, 2, 4, 24, 20, 0, "one"),
     "foreign": (37, 2, 3, 64, 48, 16, "foreign"),
     "nowhere": (5, 2, 3, 16, 16, 0, "nowhere"),
+    "two column tiles": (9, 2, 3, 136, 140),
+    "two row tiles": (90, 2, 1, 16, 16),
 }
 
 
@@ -108,6 +110,24 @@ def test_blocks_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @runnable
+def test_tiles_over_tokens_sum_the_parameter_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trl_gptoss.experts import cuda_path, function, torch_path
+    from trl_gptoss.experts.params import Activation, ExpertParams
+
+    x, index, weight, params, grad = case(21, 2, 4, 24, 20, 16)
+    results = []
+    for path, chunk, dtype in ((cuda_path, 8, torch.float32), (torch_path, 0, torch.float64)):
+        monkeypatch.setattr(function, "_path", lambda x, path=path: path)
+        tensors = [t.to(dtype).requires_grad_() for t in (x, weight, *params)]
+        out = function.fused_experts(
+            tensors[0], index, tensors[1], ExpertParams(*tensors[2:]), Activation(*ACTIVATION), chunk
+        )
+        results.append([out, *torch.autograd.grad(out, tensors, grad.to(dtype))])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours.double() - theirs).norm() / theirs.norm() < 2e-5
+
+
+@runnable
 @pytest.mark.parametrize("store", [False, True])
 def test_tensor_descriptors(monkeypatch: pytest.MonkeyPatch, store: bool) -> None:
     from trl_gptoss.experts import cuda_path, kernels_gemm
@@ -116,7 +136,7 @@ def test_tensor_descriptors(monkeypatch: pytest.MonkeyPatch, store: bool) -> Non
     if not GPU:  # the interpreter emulates descriptors on the CPU
         aligned = lambda m: m.stride(1) == 1 and m.stride(0) * m.element_size() % 16 == 0  # noqa: E731
         monkeypatch.setattr(kernels_gemm, "_can_describe", aligned)
-    config = TileConfig(64 if GPU else 16, 32, 16, 4, 2, 2, 1, tma=True, tma_store=store)
+    config = TileConfig(64 if GPU else 16, 32, 16, 4, 2, 2, 1, tma=True, tma_store=store, presort=store)
     monkeypatch.setattr(cuda_path, "tile_config", lambda *arguments: config)
     compare(case(37, 2, 3, 64, 48, 0, "foreign"), 2e-5)
 

@@ -89,10 +89,37 @@ DAMAGED = {
         "<|channel|>commentary to= json<|message|>{}<|call|>",
         anomalies=["extra_space", "empty_recipient", "call_without_recipient"]
     ),
-    "namespace without a name": Case(CALL.replace("functions.f", "functions."), anomalies=["invalid_recipient"]),
+    "recipient twice without a blank": Case(CALL.replace(" <|con", "to=functions.f <|con"), ["f"], anomalies=["duplicate_recipient"]),
+    "two recipients without a blank": Case(
+        CALL.replace(" <|con", "to=functions.g <|con"), [], ["f"],
+        anomalies=["duplicate_recipient", "conflicting_recipient"],
+    ),
+    "to twice": Case(CALL.replace("to=", "to=to="), ["f"], anomalies=["empty_recipient", "duplicate_recipient"]),
+    "a name with to": Case(CALL.replace(".f", ".photo"), ["photo"]),
+    "arguments after the name": Case(CALL.replace(".f", '.photo={"a":1}'), ["photo"], anomalies=["malformed_recipient"]),
+    "a list of recipients": Case(
+        CALL.replace(".f", ".f,functions.g"), [], ["f"],
+        anomalies=["malformed_recipient", "duplicate_recipient", "conflicting_recipient"],
+    ),
+    "a second recipient without to": Case(
+        CALL.replace(".f", ".f functions.g"), [], ["f"],
+        anomalies=["bare_recipient", "duplicate_recipient", "conflicting_recipient"],
+    ),
+    "colon after recipient": Case(CALL.replace(".f", ".f:"), ["f"], anomalies=["malformed_recipient"]),
+    "dot after recipient": Case(CALL.replace(".f", ".f."), ["f"], anomalies=["malformed_recipient"]),
+    "two dots in recipient": Case(CALL.replace(".f", "..f"), anomalies=["invalid_recipient"]),
+    "namespace without a name": Case(
+        CALL.replace("functions.f", "functions."), anomalies=["malformed_recipient", "invalid_recipient"]
+    ),
     "namespace only": Case(CALL.replace("functions.f", "functions"), anomalies=["invalid_recipient"]),
     "to the assistant": Case(CALL.replace("functions.f", "assistant"), anomalies=["invalid_recipient"]),
     "to the user": Case(CALL.replace("functions.f", "user"), anomalies=["invalid_recipient"]),
+    "answer to the user": Case(
+        " to=user" + FINAL, final="y", anomalies=["invalid_recipient"]
+    ),
+    "answer to the assistant": Case(
+        "<|channel|>commentary to=assistant" + FINAL, final="y", anomalies=["repeated_channel", "invalid_recipient"]
+    ),
     "no recipient": Case("<|channel|>commentary<|message|>{}<|call|>", anomalies=["call_without_recipient"]),
     "no namespace": Case(CALL.replace("functions.", ""), ["f"], anomalies=["missing_namespace"]),
     "namespace twice": Case(CALL.replace(".f", ".functions.f"), ["f"], anomalies=["repeated_namespace"]),
@@ -175,6 +202,7 @@ DAMAGED = {
     "call ended by end": Case(CALL.replace("<|call|>", "<|end|>"), [], ["f"], anomalies=["call_not_terminated"]),
     "call cut off": Case(CALL[:-10], [], ["f"], anomalies=["truncated"]),
     # what follows the turn
+    "analysis ended by return": Case(THINK[:-24] + "<|return|>", anomalies=["analysis_ended_by_return"]),
     "tokens after return": Case(FINAL + "<|return|>", final="y", anomalies=["trailing_tokens"]),
     "message after return": Case(FINAL + "<|start|>assistant" + CALL, final="y", anomalies=["trailing_tokens"]),
     "tokens after call": Case(CALL + "<|constrain|>json", ["f"], anomalies=["trailing_tokens"]),
@@ -205,6 +233,7 @@ DAMAGED = {
     "cut off in the channel": Case("<|channel|>fin", anomalies=["truncated"]),
     "cut off after channel": Case("<|channel|>", anomalies=["truncated"]),
     "cut off in the header": Case("<|channel|>commentary to=functions.f", [], ["f"], anomalies=["truncated"]),
+    "cut off in the recipient": Case("<|channel|>commentary to=functions.", anomalies=["truncated"]),
     "cut off in the text": Case("<|channel|>final<|message|>y", final="y", anomalies=["truncated"]),
     "cut off between messages": Case(THINK[:-18]),
 }  # fmt: skip

@@ -269,6 +269,14 @@ def test_only_whole_checkpoints_are_resumed_from(tmp_path):
         last_complete_checkpoint(str(tmp_path), 2)
 
 
+def test_a_checkpoint_of_another_trainer_is_resumed_with_a_warning(tmp_path, caplog):
+    build(tmp_path, max_steps=3).train()
+    (tmp_path / "checkpoint-3/loop_state_0.pt").unlink()
+    resumed = build(tmp_path, max_steps=4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert resumed.state.global_step == 4 and "not on the same curves" in caplog.text
+
+
 def test_the_trajectory_file_has_every_logged_step_once(tmp_path):
     build(tmp_path, max_steps=6, save_steps=2).train()
     file = Path(tmp_path / "trajectories.jsonl")

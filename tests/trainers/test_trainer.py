@@ -568,9 +568,20 @@ def test_conversations_are_printed_and_written(tmp_path, capsys):
         assert line["prompt"][0]["role"] == "user" and line["prompt_text"].endswith("<|start|>assistant")
 
 
+def test_a_disk_error_costs_the_trajectory_log_and_not_the_run(tmp_path, caplog):
+    (tmp_path / "trajectories.jsonl").mkdir()
+    trainer = build(tmp_path, max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1 and "No trajectories of step 1" in caplog.text
+
+
 def test_settings_that_cannot_work_are_refused(tmp_path):
     with pytest.raises(ValueError, match="continuous batching"):
         build(tmp_path, use_transformers_continuous_batching=True)
+    with pytest.raises(ValueError, match="generation_kwargs sets eos_token_id=3"):
+        build(tmp_path, generation_kwargs={"eos_token_id": 3})
+    with pytest.raises(ValueError, match="has only 200 rows"):
+        build(tmp_path, model=tiny_model(vocab_size=200, pad_token_id=0))
     with pytest.raises(ValueError, match="lists of messages"):
         build(tmp_path, data=Dataset.from_list([{"prompt": "add 1"}] * 8), max_steps=1).train()
 

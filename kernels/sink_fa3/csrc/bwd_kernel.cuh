@@ -11,12 +11,14 @@
 
 namespace sink_fa3 {
 
-template <typename T_, int kStages_, bool kPingPong_, bool kDeterministic_>
+template <typename T_, int kStages_, bool kPingPong_, bool kDeterministic_, bool kInStep_ = kDeterministic_>
 struct BwdConfig {
     using T = T_;
     static constexpr int kStages = kStages_;
     static constexpr bool kPingPong = kPingPong_;  // the two warpgroups take turns at the tensor cores
     static constexpr bool kDeterministic = kDeterministic_;
+    static constexpr bool kInStep = kInStep_;  // TileWalk
+    static_assert(kInStep || !kDeterministic, "turns want blocks that follow each other");
     static constexpr int kThreads = 384;
     static constexpr int kDqRegs = 72;
     static constexpr int kConsumerRegs = 216;
@@ -36,7 +38,7 @@ struct BwdSmem {
     alignas(1024) uint8_t dout[C::kStages][kBwdRows * 128];
     alignas(1024) uint8_t ds[2][kBwdKeys * 128];  // rows are keys, 64 queries each
     alignas(1024) uint8_t staging[kBwdKeys * 128];
-    alignas(128) float rows[C::kStages][kRowValues];
+    alignas(16) float rows[C::kStages][2 * kBwdRows];
     uint64_t kv_full, item_empty;
     uint64_t full[C::kStages], empty[C::kStages];
     uint64_t ds_full[2], ds_empty[2];
@@ -69,21 +71,21 @@ __device__ __forceinline__ bool decode_bwd_ticket(BwdParams const& p, int ticket
     return true;
 }
 
-// The order in which a block walks over its query tiles. Deterministic mode adds to every dQ tile in ascending order of key
-// blocks; with the last tiles first (heads inside), all blocks start at the same tile and follow each other one tile apart,
-// where any order that starts at the diagonal would make the shorter blocks wait for the longest. Without turns, heads outside
-// and ascending tiles spread concurrent blocks over different dQ tiles.
-template <bool kDeterministic>
+// The order in which a block walks over its query tiles. In step: the last tiles first, heads inside. All blocks start at the
+// same tile and stay close, which deterministic mode needs: it adds to every dQ tile in ascending order of key blocks, and any
+// order that starts at the diagonal would make the shorter blocks wait for the longest. Otherwise: heads outside and ascending
+// tiles, which spread concurrent blocks over different dQ tiles.
+template <bool kInStep>
 struct TileWalk {
     int m, head, m_min, m_end, head_begin, head_end;
     __device__ __forceinline__ void start(BwdParams const& p, BwdItem const& t) {
         m_min = t.m_min, m_end = t.m_min + t.m_count;
         head_begin = t.kv_head * p.heads_per_kv, head_end = head_begin + p.heads_per_kv;
-        m = kDeterministic ? m_end - 1 : m_min;
+        m = kInStep ? m_end - 1 : m_min;
         head = head_begin;
     }
     __device__ __forceinline__ void next() {
-        if constexpr (kDeterministic) {
+        if constexpr (kInStep) {
             if (++head == head_end) {
                 head = head_begin;
                 --m;
@@ -99,7 +101,7 @@ struct TileWalk {
 template <typename C>
 struct QueryLoader {
     Ring<C::kStages> ring;
-    TileWalk<C::kDeterministic> at;
+    TileWalk<C::kInStep> at;
     int left;
     __device__ __forceinline__ void start(BwdParams const& p, BwdItem const& t) {
         at.start(p, t);
@@ -114,7 +116,7 @@ struct QueryLoader {
         mbar_wait(&sm.empty[s], ring.phase ^ 1);
         mbar_arrive_tx(bar, 2 * kBwdRows * 128 + sizeof(sm.rows[0]));
         tma_load_3d(sm.q[s], map_q, bar, 0, at.head, t.q_begin + at.m * kBwdRows);
-        bulk_load(sm.rows[s], p.rows + (int64_t(at.head) * p.slots + t.slot0 + at.m) * kRowValues, sizeof(sm.rows[0]), bar);
+        bulk_load(sm.rows[s], p.rows + (int64_t(at.head) * p.slots + t.slot0 + at.m) * (2 * kBwdRows), sizeof(sm.rows[0]), bar);
         tma_load_3d(sm.dout[s], map_do, bar, 0, at.head, t.q_begin + at.m * kBwdRows);
         ring.next();
         at.next();
@@ -127,19 +129,19 @@ __device__ __forceinline__ void red_add_v4(float* dst, float a, float b, float c
 
 // Deterministic mode: key blocks add to a dQ tile in ascending order. Blocks with a smaller index were handed out earlier, so
 // whoever is waited for is running.
+__device__ __forceinline__ int read_turn(int const* turn) {
+    int now;
+    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+    return now;
+}
 __device__ __forceinline__ void pass_turn(int* turn, int next) {
-    asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(turn), "r"(next) : "memory");
+    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(turn), "r"(next) : "memory");
 }
 // Once this warpgroup's additions are visible. Called a product later than they were issued, which hides their latency.
 __device__ __forceinline__ void pass_turn_after_adds(int* turn, int next) {
-    __threadfence();
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
     bar_sync(1, 128);
     if (threadIdx.x == 0 && turn != nullptr) pass_turn(turn, next);
-}
-__device__ __forceinline__ int read_turn(int const* turn) {
-    int now;
-    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-    return now;
 }
 // How many key blocks add to query tile m before block n does.
 __device__ __forceinline__ int turn_of(BwdParams const& p, BwdItem const& t, int m) {
@@ -187,7 +189,7 @@ __device__ __forceinline__ void bwd_dq_warpgroup(BwdSmem<C>& sm, CUtensorMap con
         __syncwarp();
         if (t.end) return;
         if (lane == 0) mbar_arrive(&sm.item_empty);
-        TileWalk<C::kDeterministic> at;
+        TileWalk<C::kInStep> at;
         at.start(p, t);
         int* turn = nullptr;  // of the tile before, still to be passed on
         int next_turn = 0;
@@ -203,14 +205,14 @@ __device__ __forceinline__ void bwd_dq_warpgroup(BwdSmem<C>& sm, CUtensorMap con
             for (int k = 0; k < kBwdKeys / 16; ++k)
                 Wgmma<typename C::T, 64, 1, 1>::ss(dq, desc_from(ds_low + k * 128, ds_desc), desc_advance(k_desc, k * 2048), k > 0);
             wgmma_commit();
-            int64_t const tile = int64_t(at.head) * p.slots + t.slot0 + at.m;
             int now = 0, mine = 0;
             if constexpr (C::kDeterministic) {
                 mine = turn_of(p, t, at.m);
+                int* const own = p.turns + int64_t(at.head) * p.slots + t.slot0 + at.m;
                 // Asked early by a warp that does not pass turns: the answer takes as long as the fence.
-                if (thread == 32) now = read_turn(p.turns + tile);
+                if (thread == 32) now = read_turn(own);
                 pass_turn_after_adds(turn, next_turn);
-                turn = p.turns + tile;
+                turn = own;
                 next_turn = mine + 1;
             }
             wgmma_wait<0>();
@@ -218,6 +220,7 @@ __device__ __forceinline__ void bwd_dq_warpgroup(BwdSmem<C>& sm, CUtensorMap con
             if (lane == 0) mbar_arrive(&sm.ds_empty[buffer]);
             buffer ^= 1;
             ds_phase ^= buffer == 0;
+            int64_t const tile = int64_t(at.head) * p.slots + t.slot0 + at.m;
             float* const acc = p.dq_acc + tile * kDqTile + thread * 4;
             if constexpr (C::kDeterministic) {
                 if (thread == 32) {
@@ -334,7 +337,7 @@ __device__ __forceinline__ void bwd_consumer(BwdSmem<C>& sm, BwdParams const& p,
         };
         int const key_first = t.n * kBwdKeys + wg * 64;  // this warpgroup's keys
         int const offset = t.k_len - t.q_len;
-        TileWalk<C::kDeterministic> at;
+        TileWalk<C::kInStep> at;
         at.start(p, t);
         int const tiles = t.m_count * p.heads_per_kv;
         // A round issues S and dP of its tile and dV, dK of the tile before (in the first round with P = dS = 0), so that the
@@ -345,19 +348,13 @@ __device__ __forceinline__ void bwd_consumer(BwdSmem<C>& sm, BwdParams const& p,
             int const stage = ring.stage;
             uint32_t const low = uniform(stage * (kStageBytes / 16));
             mbar_wait(&sm.full[stage], ring.phase);
-            uint32_t const rows = smem_addr(sm.rows[0]) + stage * sizeof(sm.rows[0]) + 16 * (lane & 3);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                load_shared_x4(rows + 64 * j, s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
-                load_shared_x4(rows + 8 * kBwdRows + 64 * j, dp[4 * j], dp[4 * j + 1], dp[4 * j + 2], dp[4 * j + 3]);
-            }
             if constexpr (C::kPingPong) bar_sync(4 + wg, 256);
             fence();
 #pragma unroll
-            for (int a = 0; a < 4; ++a) Wgmma<T, 64, 0>::rs(s, kf[a], desc_from(q_low + low + a * 2, q_desc), 1);
+            for (int a = 0; a < 4; ++a) Wgmma<T, 64, 0>::rs(s, kf[a], desc_from(q_low + low + a * 2, q_desc), a > 0);
             wgmma_commit();
 #pragma unroll
-            for (int a = 0; a < 4; ++a) Wgmma<T, 64, 0>::ss(dp, desc_advance(v_desc, a * 32), desc_from(do_low + low + a * 2, do_desc), 1);
+            for (int a = 0; a < 4; ++a) Wgmma<T, 64, 0>::ss(dp, desc_advance(v_desc, a * 32), desc_from(do_low + low + a * 2, do_desc), a > 0);
             wgmma_commit();
             issue_grads(previous_low);
             if constexpr (C::kPingPong) bar_arrive(5 - wg, 256);
@@ -368,15 +365,22 @@ __device__ __forceinline__ void bwd_consumer(BwdSmem<C>& sm, BwdParams const& p,
             bool const masked = (p.causal && key_first + 63 > q0 + offset) || key_first + 64 > t.k_len ||
                                 (p.window > 0 && key_first < q0 + 63 + offset - p.window + 1);
             if (masked) mask_scores_transposed(s, t, p, key_first + ((threadIdx.x >> 5) & 3) * 16 + (lane >> 2), q0, lane);
+            uint32_t const rows = smem_addr(sm.rows[0]) + stage * sizeof(sm.rows[0]) + 8 * (lane & 3);
 #pragma unroll
-            for (int j = 0; j < 32; ++j) s[j] = exp2_approx(s[j] * p.c);
-            keep(s);
-            // Needed below; here, because the compiler would let the exponentials sink past the waits without a branch between.
-            mbar_wait(&sm.ds_empty[buffer], ds_phase);
+            for (int j = 0; j < 8; ++j) {
+                float2 const lse = load_shared_float2(rows + 32 * j);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[4 * j + e] = exp2_approx(fmaf(s[4 * j + e], p.c, -(e & 1 ? lse.y : lse.x)));
+            }
+            keep(s);  // the exponentials come before this wait, not after it
             wgmma_wait<1>();
             keep(dp);
 #pragma unroll
-            for (int j = 0; j < 32; ++j) dp[j] *= s[j];
+            for (int j = 0; j < 8; ++j) {
+                float2 const delta = load_shared_float2(rows + 4 * kBwdRows + 32 * j);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) dp[4 * j + e] = s[4 * j + e] * (dp[4 * j + e] - (e & 1 ? delta.y : delta.x));
+            }
             keep(dp);
             wgmma_wait<0>();
             keep(dk);
@@ -384,6 +388,7 @@ __device__ __forceinline__ void bwd_consumer(BwdSmem<C>& sm, BwdParams const& p,
             if (i > 0 && lane == 0) mbar_arrive(&sm.empty[previous]);
             previous = stage;
             ring.next();
+            mbar_wait(&sm.ds_empty[buffer], ds_phase);
             uint32_t const ds_base = smem_addr(sm.ds[buffer]);
 #pragma unroll
             for (int a = 0; a < 4; ++a) {

@@ -20,7 +20,7 @@ inline BwdWorkspace bwd_workspace(Problem const& pr) {
     int64_t const tiles = w.slots * pr.heads;
     w.dq_acc = 0;
     w.rows = w.dq_acc + up(tiles * kDqTile * 4);
-    w.sink_part = w.rows + up(tiles * kRowValues * 4);
+    w.sink_part = w.rows + up(tiles * 2 * kBwdRows * 4);
     w.turns = w.sink_part + up(tiles * 4);
     w.counter = w.turns + up(tiles * 4);
     w.bytes = w.counter + 1024;

@@ -13,12 +13,6 @@ namespace sink_fa3 {
 constexpr int kBwdRows = 64;    // queries of a tile
 constexpr int kBwdKeys = 128;   // keys of a block
 constexpr int kDqTile = kBwdRows * 64;  // floats of a dQ accumulator tile
-constexpr int kRowValues = 4 * kBwdRows;  // floats of a tile's row values
-
-// S^T and dP^T start from -lse / scale and -rowsum(dO * O) instead of 0, which saves a subtraction per score. The values lie
-// so that one 16-byte load fills four accumulators of a thread: columns (queries) 8j + 2t and 8j + 2t + 1, for its two rows
-// (keys). Two copies, this one and the float two further on.
-__host__ __device__ __forceinline__ constexpr int row_value_index(int query) { return query / 8 * 16 + query % 8 / 2 * 4 + query % 2; }
 
 struct BwdParams {
     int const* cu_q;
@@ -35,7 +29,7 @@ struct BwdParams {
     float* dsinks;
     // workspace
     float* dq_acc;     // (heads, slots, 4096) in the accumulator order of the dQ warpgroup
-    float* rows;       // (heads, slots, 2, 128): -lse / scale, then -rowsum(dO * O), see row_value_index
+    float* rows;       // (heads, slots, 2, 64): lse * log2(e), then rowsum(dO * O)
     float* sink_part;  // (heads, slots)
     int* counter;
     int* turns;  // (heads, slots), deterministic mode: how many key blocks have added their dQ

@@ -66,9 +66,9 @@ __global__ void __launch_bounds__(256) bwd_prepare(__grid_constant__ BwdParams c
                 // A row outside the sequence, or one that sees neither key nor sink, gets lse = +inf: its P is 0.
                 float lse = row < valid ? p.lse[int64_t(head) * p.total_q + q_begin + row0 + row] : -neg_inf();
                 if (lse == neg_inf()) lse = -neg_inf();
-                float* const rows = p.rows + tile * kRowValues + row_value_index(row);
-                rows[0] = rows[2] = -lse / p.scale;
-                rows[2 * kBwdRows] = rows[2 * kBwdRows + 2] = -delta;
+                float* const rows = p.rows + tile * (2 * kBwdRows);
+                rows[row] = lse * kLog2e;
+                rows[kBwdRows + row] = delta;
                 if (p.sinks != nullptr && lse != -neg_inf()) sink_term += exp2_approx((p.sinks[head] - lse) * kLog2e) * delta;
             }
         }

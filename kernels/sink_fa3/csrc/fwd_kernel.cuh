@@ -22,7 +22,7 @@ __device__ __forceinline__ void fwd_producer(FwdSmem<C>& sm, CUtensorMap const* 
     TileParams const& tp = p.tiles;
     Ring<C::kStages> ring;
     uint32_t q_phase = 0;
-    uint32_t const q_bytes = C::kHalves * 128 * tp.group * tp.tokens;
+    uint32_t const q_bytes = 128 * tp.group * tp.tokens;
     while (true) {
         Tile t;
         int ticket;
@@ -39,15 +39,14 @@ __device__ __forceinline__ void fwd_producer(FwdSmem<C>& sm, CUtensorMap const* 
         sm.tile = t;
         int const head0 = t.head_group * tp.group;
         mbar_arrive_tx(&sm.q_full, q_bytes);
-        for (int h = 0; h < C::kHalves; ++h)
-            tma_load_3d(sm.q + h * C::kM * 128, map_q, &sm.q_full, 64 * h, head0, t.q_begin + t.token0);
+        tma_load_3d(sm.q, map_q, &sm.q_full, 0, head0, t.q_begin + t.token0);
         load_key_blocks<C>(sm, map_k, map_v, t, head0 / p.heads_per_kv, ring);
     }
 }
 
 // Writes a warpgroup's 64 rows: registers to its slab of shared memory, then whole rows to global memory.
 template <typename C>
-__device__ __forceinline__ void store_rows(FwdSmem<C>& sm, FwdParams const& p, Tile const& t, int wg, float const (&o)[C::kO / 2]) {
+__device__ __forceinline__ void store_rows(FwdSmem<C>& sm, FwdParams const& p, Tile const& t, int wg, float const (&o)[C::D / 2]) {
     using T = typename C::T;
     int const thread = threadIdx.x & 127;
     int const lane = thread & 31;
@@ -56,8 +55,7 @@ __device__ __forceinline__ void store_rows(FwdSmem<C>& sm, FwdParams const& p, T
     bar_sync(1 + wg, 128);  // the slab's last reader is done
 #pragma unroll
     for (int j = 0; j < C::D / 16; ++j) {
-        int const block = j / 4;
-        stmatrix_x4(slab + block * C::kM * 128 + sw128(row, 2 * (j % 4) + (lane >> 4)), pack2<T>(o[8 * j], o[8 * j + 1]),
+        stmatrix_x4(slab + sw128(row, 2 * j + (lane >> 4)), pack2<T>(o[8 * j], o[8 * j + 1]),
                     pack2<T>(o[8 * j + 2], o[8 * j + 3]), pack2<T>(o[8 * j + 4], o[8 * j + 5]), pack2<T>(o[8 * j + 6], o[8 * j + 7]));
     }
     bar_sync(1 + wg, 128);
@@ -73,7 +71,7 @@ __device__ __forceinline__ void store_rows(FwdSmem<C>& sm, FwdParams const& p, T
             uint4 value;
             asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                          : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                         : "r"(slab + (chunk / 8) * C::kM * 128 + sw128(r, chunk % 8)));
+                         : "r"(slab + sw128(r, chunk)));
             int64_t const out_row = int64_t(t.q_begin + t.token0 + token) * p.heads + head;
             *reinterpret_cast<uint4*>(reinterpret_cast<T*>(p.out) + out_row * C::D + chunk * 8) = value;
         }
@@ -87,9 +85,6 @@ __device__ __forceinline__ void fwd_consumer(FwdSmem<C>& sm, FwdParams const& p,
     int const lane = threadIdx.x & 31;
     int const row0 = wg * 64 + ((threadIdx.x >> 5) & 3) * 16 + (lane >> 2);
     int const group = p.tiles.group;
-    if constexpr (C::kPingPong) {
-        if (wg == C::kWarpgroups - 1) bar_arrive(4, 256);
-    }
     while (true) {
         mbar_wait(&sm.q_full, q_phase);
         q_phase ^= 1;
@@ -105,9 +100,9 @@ __device__ __forceinline__ void fwd_consumer(FwdSmem<C>& sm, FwdParams const& p,
             token[r] = (row0 + 8 * r) / group;
             rows[r] = keys_of(t.token0 + token[r], t.q_len, t.k_len, p.tiles.causal, p.tiles.window);
         }
-        float o[C::kO / 2];
+        float o[C::D / 2];
 #pragma unroll
-        for (int i = 0; i < C::kO / 2; ++i) o[i] = 0.f;
+        for (int i = 0; i < C::D / 2; ++i) o[i] = 0.f;
         float row_sum[2] = {0.f, 0.f};
         float mc[2] = {neg_inf(), neg_inf()};
         if (t.n_max > t.n_min) {
@@ -134,8 +129,10 @@ template <typename C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     fwd_kernel(__grid_constant__ CUtensorMap const map_q, __grid_constant__ CUtensorMap const map_k,
                __grid_constant__ CUtensorMap const map_v, __grid_constant__ FwdParams const p) {
-    extern __shared__ uint8_t raw[];
-    FwdSmem<C>& sm = *reinterpret_cast<FwdSmem<C>*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
+    // Used as it is, without pointer arithmetic that would hide from the compiler that this is shared memory.
+    extern __shared__ __align__(1024) uint8_t raw[];
+    FwdSmem<C>& sm = *reinterpret_cast<FwdSmem<C>*>(raw);
+    if ((smem_addr(raw) & 1023) != 0) asm volatile("trap;");  // the swizzle needs it, and nothing promises it
     int const warpgroup = __shfl_sync(0xffffffff, threadIdx.x >> 7, 0);
     if (threadIdx.x == 0) {
         constexpr int kWarps = 4 * C::kWarpgroups;
@@ -152,11 +149,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     // Rows of the Q tile that the copies never fill (a group that does not divide kM) must still be finite.
     int const rows = p.tiles.group * p.tiles.tokens;
     for (int i = rows * 8 + threadIdx.x; i < C::kM * 8; i += C::kThreads) {
-        for (int h = 0; h < C::kHalves; ++h) reinterpret_cast<uint4*>(sm.q + h * C::kM * 128)[i] = uint4{0, 0, 0, 0};
-    }
-    if constexpr (C::kSumInProduct) {
-        for (int i = threadIdx.x; i < C::kN * 8; i += C::kThreads)
-            *reinterpret_cast<uint4*>(sm.ones + sw128(i / 8, i % 8)) = uint4{i % 8 == 0 ? 0x3f80u : 0u, 0, 0, 0};
+        reinterpret_cast<uint4*>(sm.q)[i] = uint4{0, 0, 0, 0};
     }
     fence_proxy_async();
     __syncthreads();

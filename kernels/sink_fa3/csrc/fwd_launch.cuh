@@ -61,7 +61,7 @@ char const* fwd_launch_config(Problem const& pr, FwdArgs const& a, cudaStream_t 
         !encode_rows(&map_v, pr.dtype, v, pr.total_k, pr.kv_heads, C::D, a.v_token, a.v_head, C::kN, 1))
         return "sink_fa3 fwd: no TMA descriptor for q, k or v (base must be 16-byte aligned, strides multiples of 8 elements)";
 
-    constexpr int kSmem = sizeof(FwdSmem<C>) + 1024;
+    constexpr int kSmem = sizeof(FwdSmem<C>);
     auto* const kernel = fwd_kernel<C>;
     if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem) != cudaSuccess)
         return "sink_fa3 fwd: the device does not offer the shared memory of an sm_90 block";

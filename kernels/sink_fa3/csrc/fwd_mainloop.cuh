@@ -11,22 +11,14 @@
 
 namespace sink_fa3 {
 
-template <typename T_, int kHeadDim, int kWarpgroups_, int kStages_, int kPoly_, bool kPingPong_>
+template <typename T_, int kWarpgroups_, int kStages_>
 struct FwdConfig {
     using T = T_;
-    static constexpr int D = kHeadDim;
+    static constexpr int D = 64;  // a row is one 128-byte swizzle span
     static constexpr int kWarpgroups = kWarpgroups_;  // consumers
     static constexpr int kStages = kStages_;
-    static constexpr int kPoly = kPoly_;  // of every eight exponentials, how many run on the FMA pipe
-    static constexpr bool kPingPong = kPingPong_;
-    // bf16: a column of ones beside V makes the row sums, which saves an addition per score; the tiles' rounding of P then
-    // cancels out of O. fp16 has no range for the headroom that the overflow test needs.
-    static constexpr bool kSumInProduct = false && std::is_same_v<T, __nv_bfloat16> && D == 64;
-    static constexpr int kHeadroom = kSumInProduct ? 32 : 0;
-    static constexpr int kO = kSumInProduct ? D + 8 : D;  // columns of the output accumulator
     static constexpr int kM = 64 * kWarpgroups;
     static constexpr int kN = 128;
-    static constexpr int kHalves = D / 64;  // a tile is stored as blocks of 64 columns
     static constexpr int kThreads = 128 * (kWarpgroups + 1);
     static constexpr int kProducerRegs = kWarpgroups == 3 ? 32 : 24;
     static constexpr int kConsumerRegs = kWarpgroups == 3 ? 160 : 240;
@@ -38,7 +30,6 @@ struct FwdSmem {
     alignas(1024) uint8_t o[C::kM * C::D * 2];
     alignas(1024) uint8_t k[C::kStages][C::kN * C::D * 2];
     alignas(1024) uint8_t v[C::kStages][C::kN * C::D * 2];
-    alignas(1024) uint8_t ones[C::kSumInProduct ? C::kN * 128 : 1024];  // kN rows of (1, 0, 0, ...), laid out like V
     uint64_t q_full, q_empty;
     uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
     Tile tile;
@@ -65,34 +56,28 @@ __device__ __forceinline__ void load_key_blocks(FwdSmem<C>& sm, CUtensorMap cons
     for (int n = t.n_max - 1; n >= t.n_min; --n) {
         int const row = t.k_begin + n * C::kN;
         mbar_wait(&sm.k_empty[ring.stage], ring.phase ^ 1);
-        mbar_arrive_tx(&sm.k_full[ring.stage], C::kHalves * kBlockBytes);
-        for (int h = 0; h < C::kHalves; ++h)
-            tma_load_3d(sm.k[ring.stage] + h * kBlockBytes, map_k, &sm.k_full[ring.stage], 64 * h, kv_head, row);
+        mbar_arrive_tx(&sm.k_full[ring.stage], kBlockBytes);
+        tma_load_3d(sm.k[ring.stage], map_k, &sm.k_full[ring.stage], 0, kv_head, row);
         mbar_wait(&sm.v_empty[ring.stage], ring.phase ^ 1);
-        mbar_arrive_tx(&sm.v_full[ring.stage], C::kHalves * kBlockBytes);
-        for (int h = 0; h < C::kHalves; ++h)
-            tma_load_3d(sm.v[ring.stage] + h * kBlockBytes, map_v, &sm.v_full[ring.stage], 64 * h, kv_head, row);
+        mbar_arrive_tx(&sm.v_full[ring.stage], kBlockBytes);
+        tma_load_3d(sm.v[ring.stage], map_v, &sm.v_full[ring.stage], 0, kv_head, row);
         ring.next();
     }
 }
 
-// S[64 x kN] = Q K^T. Rows of 128 bytes: 64 columns make a block.
+// S[64 x kN] = Q K^T.
 template <typename C>
 __device__ __forceinline__ void issue_qk(float (&s)[C::kN / 2], uint64_t q, uint64_t k) {
 #pragma unroll
-    for (int h = 0; h < C::kHalves; ++h) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            Wgmma<typename C::T, C::kN, 0>::ss(s, desc_advance(q, h * C::kM * 128 + i * 32),
-                                               desc_advance(k, h * C::kN * 128 + i * 32), h + i > 0);
-    }
+    for (int i = 0; i < C::D / 16; ++i)
+        Wgmma<typename C::T, C::kN, 0>::ss(s, desc_advance(q, i * 32), desc_advance(k, i * 32), i > 0);
 }
 
-// O[64 x kO] += P [V | ones] with P in registers.
+// O[64 x D] += P V with P in registers.
 template <typename C>
-__device__ __forceinline__ void issue_pv(float (&o)[C::kO / 2], uint32_t const (&p)[C::kN / 16][4], uint64_t v) {
+__device__ __forceinline__ void issue_pv(float (&o)[C::D / 2], uint32_t const (&p)[C::kN / 16][4], uint64_t v) {
 #pragma unroll
-    for (int i = 0; i < C::kN / 16; ++i) Wgmma<typename C::T, C::kO, 1>::rs(o, p[i], desc_advance(v, i * 2048), 1);
+    for (int i = 0; i < C::kN / 16; ++i) Wgmma<typename C::T, C::D, 1>::rs(o, p[i], desc_advance(v, i * 2048), 1);
 }
 
 // The same S for one warp by warp-level products: it needs no other warp, so a single warp can take a tile again.
@@ -101,19 +86,17 @@ __device__ __forceinline__ void recompute_scores(float (&s)[C::kN / 2], uint32_t
     uint32_t const row = (lane & 7) + ((lane >> 3) & 1) * 8;
 #pragma unroll
     for (int i = 0; i < C::kN / 2; ++i) s[i] = 0.f;
-    for (int h = 0; h < C::kHalves; ++h) {
-        uint32_t a[4][4];
+    uint32_t a[4][4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) ldmatrix_x4(q + h * C::kM * 128 + sw128(row, 2 * i + (lane >> 4)), a[i]);
+    for (int i = 0; i < 4; ++i) ldmatrix_x4(q + sw128(row, 2 * i + (lane >> 4)), a[i]);
 #pragma unroll
-        for (int j = 0; j < C::kN / 8; ++j) {
+    for (int j = 0; j < C::kN / 8; ++j) {
 #pragma unroll
-            for (int i = 0; i < 4; i += 2) {
-                uint32_t b[4];
-                ldmatrix_x4(k + h * C::kN * 128 + sw128(8 * j + (lane & 7), 2 * i + (lane >> 3)), b);
-                mma_m16n8k16<typename C::T>(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3], a[i], b[0], b[1]);
-                mma_m16n8k16<typename C::T>(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3], a[i + 1], b[2], b[3]);
-            }
+        for (int i = 0; i < 4; i += 2) {
+            uint32_t b[4];
+            ldmatrix_x4(k + sw128(8 * j + (lane & 7), 2 * i + (lane >> 3)), b);
+            mma_m16n8k16<typename C::T>(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3], a[i], b[0], b[1]);
+            mma_m16n8k16<typename C::T>(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3], a[i + 1], b[2], b[3]);
         }
     }
 }
@@ -145,8 +128,8 @@ struct KeyLoop {
     int wg, lane;
     float c;
     Ring<C::kStages>& ring;  // the key block whose scores were taken last
-    float (&o)[C::kO / 2];
-    float (&row_sum)[2];  // fp16: of p; bf16: of what rounding took from p in the tiles with a fresh maximum
+    float (&o)[C::D / 2];
+    float (&row_sum)[2];
     float (&mc)[2];
     float s[kN / 2];
     uint32_t p[kN / 16][4];
@@ -154,24 +137,16 @@ struct KeyLoop {
     __device__ __forceinline__ uint32_t q_base() const { return smem_addr(sm.q) + wg * 64 * 128; }
     __device__ __forceinline__ uint64_t k_desc(int stage) const { return smem_desc_sw128(smem_addr(sm.k[stage])); }
     __device__ __forceinline__ uint64_t v_desc(int stage) const {
-        uint32_t const v = smem_addr(sm.v[stage]);
-        return smem_desc_sw128(v, C::kSumInProduct ? smem_addr(sm.ones) - v : kN * 128);
+        return smem_desc_sw128(smem_addr(sm.v[stage]), kN * 128);
     }
     __device__ __forceinline__ void release(uint64_t* bar) const {
         if (lane == 0) mbar_arrive(bar);
-    }
-    __device__ __forceinline__ void take_turn() const {
-        if constexpr (C::kPingPong) bar_sync(4 + wg, 256);
-    }
-    __device__ __forceinline__ void pass_turn() const {
-        if constexpr (C::kPingPong) bar_arrive(4 + (wg + 1 == C::kWarpgroups ? 0 : wg + 1), 256);
     }
 
     // Issues this block's Q K^T and the previous block's P V; returns when the scores are there.
     __device__ __forceinline__ void start_step(int stage, uint32_t phase, int prev, uint32_t prev_phase) {
         mbar_wait(&sm.k_full[stage], phase);
         mbar_wait(&sm.v_full[prev], prev_phase);
-        take_turn();
         keep(s);
         keep(o);
         wgmma_fence();
@@ -179,7 +154,6 @@ struct KeyLoop {
         wgmma_commit();
         issue_pv<C>(o, p, v_desc(prev));
         wgmma_commit();
-        pass_turn();
         wgmma_wait<1>();
         keep(s);
     }
@@ -187,26 +161,17 @@ struct KeyLoop {
     // s holds this block's scores, nothing is in flight: maximum, exponentials, O and sums brought to the new reference.
     __device__ __forceinline__ void fresh_step() {
         float shrink[2];
-        softmax_with_max<C::kHeadroom>(s, c, mc, row_sum, shrink);
+        softmax_with_max(s, c, mc, row_sum, shrink);
         if (__any_sync(0xffffffff, shrink[0] != 1.f || shrink[1] != 1.f)) scale_rows(o, shrink);
         pack_probabilities<C>(s, p);
-        if constexpr (C::kSumInProduct) {
-#pragma unroll
-            for (int i = 0; i < kN / 2; i += 2) {
-                uint32_t const pair = p[i / 8][(i % 8) / 2];
-                row_sum[(i >> 1) & 1] -= __uint_as_float(pair << 16) + __uint_as_float(pair & 0xffff0000u);
-            }
-        }
     }
 
     __device__ __forceinline__ void first_block(bool masked) {
         mbar_wait(&sm.k_full[ring.stage], ring.phase);
-        take_turn();
         keep(s);
         wgmma_fence();
         issue_qk<C>(s, smem_desc_sw128(q_base()), k_desc(ring.stage));
         wgmma_commit();
-        pass_turn();
         wgmma_wait<0>();
         keep(s);
         release(&sm.k_empty[ring.stage]);
@@ -226,12 +191,6 @@ struct KeyLoop {
         fresh_step();
     }
 
-    // Takes the block again for this warp alone.
-    __device__ __forceinline__ void again(int stage) {
-        recompute_scores<C>(s, q_base() + ((threadIdx.x >> 5) & 3) * 16 * 128, smem_addr(sm.k[stage]), lane);
-        fresh_step();
-    }
-
     template <int kStage>
     __device__ __forceinline__ void stale_block() {
         constexpr int kPrev = kStage == 0 ? C::kStages - 1 : kStage - 1;
@@ -239,22 +198,18 @@ struct KeyLoop {
         if constexpr (kStage == 0) ring.phase ^= 1;
         ring.stage = kStage;
         start_step(kStage, ring.phase, kPrev, prev_phase);
-        bool fresh;
-        if constexpr (C::kSumInProduct) {
-            float unused[2];
-            exponentiate<C::kPoly, false>(s, c, mc, unused);
-            wgmma_wait<0>();
-            keep(o);
-            pack_probabilities<C>(s, p);
-            fresh = needs_fresh_max(&p[0][0], kN / 4);
+        // A warp whose reference no longer serves takes the scores again, still before the wait: without a branch here the
+        // compiler would let the exponentials sink below it, and nothing would run under the product with V.
+        bool const fresh = softmax_stale_max<typename C::T>(s, c, mc, row_sum);
+        if (fresh) recompute_scores<C>(s, q_base() + ((threadIdx.x >> 5) & 3) * 16 * 128, smem_addr(sm.k[kStage]), lane);
+        wgmma_wait<0>();
+        keep(o);
+        release(&sm.v_empty[kPrev]);
+        if (fresh) {
+            fresh_step();
         } else {
-            fresh = softmax_stale_max<C::kPoly>(s, c, mc, row_sum);
-            wgmma_wait<0>();
-            keep(o);
             pack_probabilities<C>(s, p);
         }
-        release(&sm.v_empty[kPrev]);
-        if (fresh) again(kStage);
         release(&sm.k_empty[kStage]);
     }
 
@@ -316,7 +271,6 @@ struct KeyLoop {
         for (int r = 0; r < 2; ++r) {
             row_sum[r] += __shfl_xor_sync(0xffffffff, row_sum[r], 1);
             row_sum[r] += __shfl_xor_sync(0xffffffff, row_sum[r], 2);
-            if constexpr (C::kSumInProduct) row_sum[r] += __shfl_sync(0xffffffff, o[C::D / 2 + 2 * r], lane & ~3);
         }
     }
 };

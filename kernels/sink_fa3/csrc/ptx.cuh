@@ -193,8 +193,10 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t addr, uint32_t (&r)[4
                  : "r"(addr)
                  : "memory");
 }
-__device__ __forceinline__ void load_shared_x4(uint32_t addr, float& a, float& b, float& c, float& d) {
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(a), "=f"(b), "=f"(c), "=f"(d) : "r"(addr));
+__device__ __forceinline__ float2 load_shared_float2(uint32_t addr) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(addr));
+    return v;
 }
 // D[16 x 8] += A[16 x 16] B[16 x 8] by one warp; the D fragment is that of 8 columns of a wgmma accumulator.
 template <typename T>

@@ -13,53 +13,21 @@ constexpr float kLn2 = 0.6931471805599453f;
 
 __device__ __forceinline__ float neg_inf() { return __int_as_float(0xff800000); }
 
-// 2^x on the FMA pipe, for x given as s * c - mc through y = saturate((x + 126) / 252): the saturation clamps x to
-// [-126, 126] for nothing. Rounds x to the nearest integer, a cubic for the rest (relative error 7.5e-5, under a
-// thirtieth of bf16's step), then adds the integer to the exponent field.
-__device__ __forceinline__ float exp2_fma(float y) {
-    constexpr float kMagic = 12582912.f;  // 1.5 * 2^23
-    float const xi = fmaf(y, 252.f, kMagic - 126.f);
-    float const t = xi - (kMagic - 126.f);
-    float const f = fmaf(y, 252.f, -t);
-    float p = fmaf(0.0551716685295105f, f, 0.2426111251115799f);
-    p = fmaf(p, f, 0.6932609677314758f);
-    p = fmaf(p, f, 0.9999280571937561f);
-    return __int_as_float(__float_as_int(p) + (__float_as_int(xi) << 23));
-}
-// The y of exp2_fma.
-__device__ __forceinline__ float exp2_fma_arg(float s, float c252, float b252) { return __saturatef(fmaf(s, c252, b252)); }
-
-// Of every eight accumulators, how many exponentials go to the FMA pipe instead of the special function unit.
-template <int kPoly>
-__device__ __forceinline__ constexpr bool on_fma_pipe(int i) {
-    // spread: 1 -> {3}, 2 -> {1, 6}, 3 -> {1, 3, 6}, 4 -> {1, 3, 4, 6}
-    int const e = i & 7;
-    return kPoly == 1 ? e == 3 : kPoly == 2 ? (e == 1 || e == 6) : kPoly == 3 ? (e == 1 || e == 3 || e == 6)
-                                       : kPoly == 4 ? (e == 1 || e == 3 || e == 4 || e == 6) : false;
-}
-
-// p = 2^(s * c - mc) in place and, with kSum, the two rows' sums over this thread's columns.
-template <int kPoly, bool kSum = true, int N>
+// p = 2^(s * c - mc) in place and the two rows' sums over this thread's columns.
+template <int N>
 __device__ __forceinline__ void exponentiate(float (&s)[N], float c, float const (&mc)[2], float (&sum)[2]) {
-    float const c252 = c * (1.f / 252.f);
-    float const b252[2] = {0.5f - mc[0] * (1.f / 252.f), 0.5f - mc[1] * (1.f / 252.f)};
     float part[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        int const r = (i >> 1) & 1;
-        if (on_fma_pipe<kPoly>(i)) {
-            s[i] = exp2_fma(exp2_fma_arg(s[i], c252, b252[r]));
-        } else {
-            s[i] = exp2_approx(fmaf(s[i], c, -mc[r]));
-        }
-        if constexpr (kSum) part[i & 3] += s[i];
+        s[i] = exp2_approx(fmaf(s[i], c, -mc[(i >> 1) & 1]));
+        part[i & 3] += s[i];
     }
     sum[0] = part[0] + part[1];
     sum[1] = part[2] + part[3];
 }
 
-// A step with a fresh maximum. Updates mc and gives the factor old sums and outputs shrink by; s becomes p <= 2^-kHeadroom.
-template <int kHeadroom, int N>
+// A step with a fresh maximum. Updates mc and gives the factor old sums and outputs shrink by; s becomes p.
+template <int N>
 __device__ __forceinline__ void softmax_with_max(float (&s)[N], float c, float (&mc)[2], float (&row_sum)[2], float (&shrink)[2]) {
     float mx[2] = {neg_inf(), neg_inf()};
 #pragma unroll
@@ -69,39 +37,31 @@ __device__ __forceinline__ void softmax_with_max(float (&s)[N], float c, float (
     for (int r = 0; r < 2; ++r) {
         mx[r] = fmaxf(mx[r], __shfl_xor_sync(0xffffffff, mx[r], 1));
         mx[r] = fmaxf(mx[r], __shfl_xor_sync(0xffffffff, mx[r], 2));
-        float const m = fmaxf(mc[r], mx[r] * c + kHeadroom);
+        float const m = fmaxf(mc[r], mx[r] * c);
         ref[r] = m == neg_inf() ? 0.f : m;  // no key yet: every p is 2^-inf
         shrink[r] = exp2_approx(mc[r] - ref[r]);
         mc[r] = m;
     }
     float sum[2];
-    exponentiate<0>(s, c, ref, sum);
+    exponentiate(s, c, ref, sum);
 #pragma unroll
     for (int r = 0; r < 2; ++r) row_sum[r] = row_sum[r] * shrink[r] + sum[r];
 }
 
-// Steps that keep the reference exponent of an earlier tile: no maximum, no dependence of the exponentials on one. Any
-// reference serves as long as nothing overflows, since P and O are floating point. Both return true when this warp must take
-// the tile again with softmax_with_max (s is lost then, row_sum untouched).
-//
-// fp16, whose range ends at 65504: overflow shows in the row sums.
-template <int kPoly, int N>
+// A step that keeps the reference exponent of an earlier tile: no maximum, no dependence of the exponentials on one. Any
+// reference serves as long as nothing overflows, since P and O are floating point. True when this warp must take the tile
+// again with softmax_with_max (s is lost then, row_sum untouched).
+template <typename T, int N>
 __device__ __forceinline__ bool softmax_stale_max(float (&s)[N], float c, float const (&mc)[2], float (&row_sum)[2]) {
+    // bf16 has fp32's range; fp16 ends at 65504.
+    constexpr float kLimit = std::is_same_v<T, __nv_bfloat16> ? 1.15e18f : 32768.f;
     float sum[2];
-    exponentiate<kPoly>(s, c, mc, sum);
-    bool const fits = sum[0] < 32768.f && sum[1] < 32768.f;  // false for NaN too
+    exponentiate(s, c, mc, sum);
+    bool const fits = sum[0] < kLimit && sum[1] < kLimit;  // false for NaN too
     if (__any_sync(0xffffffff, !fits)) return true;
     row_sum[0] += sum[0];
     row_sum[1] += sum[1];
     return false;
-}
-// bf16, whose row sums come out of the product with V: with kHeadroom bits between the reference and the maximum, a growth
-// by more than that shows in the top exponent bit of a packed P (2 and above, infinity and NaN).
-__device__ __forceinline__ bool needs_fresh_max(uint32_t const* p, int count) {
-    uint32_t any = 0;
-#pragma unroll
-    for (int i = 0; i < count; i += 2) any |= p[i] | p[i + 1];
-    return __any_sync(0xffffffff, (any & 0x40004000u) != 0);
 }
 
 // End of a row: the sink joins the denominator. Gives the factor for O and the natural-log LSE.

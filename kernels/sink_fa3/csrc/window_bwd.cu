@@ -3,34 +3,20 @@
 // A CTA walks along a chunk of tiles of one KV head. Two warpgroups compute, each for its 8 tokens x 8 heads (64 rows):
 //   S = Q K^T, dP = dO V^T (64 x 136), P = exp2(S - lse), delta = rowsum(P * dP), dS = P * (dP - delta), dQ = dS K.
 // With all keys of a row present, delta needs no O. P and dS go to shared memory, transposed; warpgroup 0 then accumulates
-// dV^T += dO^T P and warpgroup 1 dK^T += Q^T dS (64 x 144, in registers) over the 128 rows of the tile. The 144 columns are a
-// ring of 9 key blocks: when a tile is done, no later query sees the oldest block, which is written out and cleared.
+// dV^T += dO^T P and warpgroup 1 dK^T += Q^T dS (64 x 144, in registers) over the 128 rows of the tile. When a tile is done, no
+// later query sees the oldest of its 9 key blocks: it is written out, and the other columns move up.
 // Only key blocks seen from two chunks (8 at each border) go through fp32 scratch; a second small kernel adds the two parts in
 // a fixed order and reduces dsinks. So the result is bit-identical from run to run.
 #include <cudaTypedefs.h>
 
+#include "window_border.cuh"
 #include "window_host.cuh"
 
 namespace sink_fa3::window {
 namespace {
 
 constexpr int kThreads = 3 * 128;
-constexpr int kHalo = kBlocks - 1;                       // key blocks shared by neighbouring chunks
-constexpr int kBlockElements = kTileTokens * kHeadDim;
-constexpr int kPanelBytes = kBlocks * kBlockBytes;       // 144 keys x 64 rows of P^T or dS^T
-
-struct BwdParams {
-    CUtensorMap q, k, v, dout, dq, dk, dv;
-    float const* lse;
-    float const* sinks;
-    Sequences seqs;
-    void *dk_rows, *dv_rows;  // of dk and dv, for the border kernel
-    float* border;        // (2: dV, dK; 2: head, tail; chunks; kv_heads; kHalo; kBlockElements), accumulator order
-    float* dsinks_parts;  // (chunks, heads)
-    int total, kv_heads, window;
-    int tiles, per_chunk, chunks;
-    float scale, scale_log2;
-};
+constexpr int kPanelBytes = kBlocks * kBlockBytes;  // 144 keys x 64 rows of P^T or dS^T
 
 struct BwdSmem {
     uint8_t k[kRingMirrored * kBlockBytes];
@@ -44,11 +30,6 @@ struct BwdSmem {
     uint64_t full[kStages], empty[kStages], consumed;  // consumed: the products that read p and ds are done
 };
 constexpr int kSmemBytes = sizeof(BwdSmem);
-
-__device__ __forceinline__ float* border_block(BwdParams const& p, int which, int tail, int chunk, int kv_head, int block) {
-    return p.border + ((((which * 2 + tail) * static_cast<int64_t>(p.chunks) + chunk) * p.kv_heads + kv_head) * kHalo + block) *
-                          kBlockElements;
-}
 
 // The loading warp. Its lanes bring the lse of the tile (a thread 4 tokens of one head): consumers with loads from global
 // memory in flight would wait for them at every fence.
@@ -319,43 +300,6 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(__grid_constant__
     } else {
         reg_inc<240>();
         consume<T, 1>(p, smem, first, count);
-    }
-}
-
-// One CTA adds a chunk's tail to the next chunk's head for one KV head, for dV (z = 0) or dK (1).
-template <typename T>
-__global__ void __launch_bounds__(128) border_kernel(__grid_constant__ BwdParams const p, float* dsinks) {
-    int const chunk = blockIdx.x, kv_head = blockIdx.y, which = blockIdx.z, heads = p.kv_heads * kGroup;
-    int const first = chunk * p.per_chunk, count = min(p.per_chunk, p.tiles - first);
-    int const key = threadIdx.x / 8, d0 = threadIdx.x % 8 * 8;
-    float const scale = which == 0 ? 1.f : p.scale;
-    T* const out = static_cast<T*>(which == 0 ? p.dv_rows : p.dk_rows);
-    for (int j = max(0, kHalo - count); j < kHalo; ++j) {
-        int const token = (first + count - kHalo + j) * kTileTokens + key;
-        float const* const tail = border_block(p, which, 1, chunk, kv_head, j);
-        float const* const head = chunk + 1 < p.chunks ? border_block(p, which, 0, chunk + 1, kv_head, j) : nullptr;
-        uint32_t x[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float y[2];
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                // Accumulator order: element (key / 8, d / 8 % 2, key % 2) of thread (d / 16, d % 8, key % 8 / 2).
-                int const d = d0 + 2 * i + e;
-                int const at = (key / 8 * 4 + d / 8 % 2 * 2 + key % 2) * 128 + d / 16 * 32 + d % 8 * 4 + key % 8 / 2;
-                y[e] = (tail[at] + (head == nullptr ? 0.f : head[at])) * scale;
-            }
-            x[i] = pack2<T>(y[0], y[1]);
-        }
-        if (token < p.total)
-            *reinterpret_cast<uint4*>(out + (static_cast<int64_t>(token) * p.kv_heads + kv_head) * kHeadDim + d0) =
-                make_uint4(x[0], x[1], x[2], x[3]);
-    }
-    if (dsinks != nullptr && chunk == 0 && which == 0 && threadIdx.x < kGroup) {
-        int const head = kv_head * kGroup + threadIdx.x;
-        float sum = 0.f;
-        for (int c = 0; c < p.chunks; ++c) sum += p.dsinks_parts[c * heads + head];
-        dsinks[head] = sum;
     }
 }
 

@@ -3,6 +3,9 @@
 transformers' own `flash_attention_4` hands packed batches a maximum length in a tensor, which the kernels refuse; here it
 is an int. The functions below are flash-attn-4's private pair under its autograd function: ours must sit below autograd
 too, so that all backends share one operator. A test pins the parameters they are called with.
+
+For a tile without keys its SM90 forward loads key block -1, which in a packed batch belongs to the sequence before. Such rows
+(padding, for us) are overwritten with what they should be.
 """
 
 import importlib.metadata
@@ -13,6 +16,7 @@ import torch
 from packaging.version import Version
 
 from .fa2 import _inner_contiguous, _without_keys
+from .varlen import rows_without_keys
 
 NAME = "fa4"
 MINIMUM = Version("4.0.0b26")  # before, backward returned no sink gradient
@@ -83,6 +87,11 @@ def forward(
         learnable_sink=sinks,
         return_lse=True,
     )
+    blind = rows_without_keys(cu_seqlens_q, cu_seqlens_k, q.shape[0], causal)
+    if blind is not None:
+        out = out.masked_fill_(blind[:, None, None], 0)
+        nothing = lse.new_full((), -torch.inf) if sinks is None else sinks[:, None]
+        lse = torch.where(blind, nothing, lse)
     return out, lse
 
 
@@ -126,4 +135,7 @@ def backward(
         deterministic=deterministic,
         learnable_sink=sinks,
     )
+    blind = rows_without_keys(cu_seqlens_q, cu_seqlens_k, q.shape[0], causal)
+    if blind is not None:
+        dq = dq.masked_fill_(blind[:, None, None], 0)
     return dq, dk, dv, dsinks[0] if dsinks else lse.new_empty(0)

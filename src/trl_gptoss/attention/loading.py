@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ LIBRARY = "libsink_fa3.so"
 PACKAGED = Path(__file__).parent / "_kernels" / LIBRARY
 HUB_REPO = "kernels-community/sink-fa3"
 HUB_VERSION = 1
+MIN_KERNELS = Version("0.17")  # what the calls below were written against
 OPS = ("fwd", "bwd", "window_fwd", "window_bwd")
 
 
@@ -91,9 +93,12 @@ def from_file(path: Path) -> Any:
 def from_hub() -> Any:
     """Load through the `kernels` package."""
     try:
-        importlib.metadata.version("kernels")  # by distribution: a folder named kernels would answer an import
+        # by distribution: a folder named kernels would answer an import
+        version = Version(importlib.metadata.version("kernels"))
     except importlib.metadata.PackageNotFoundError:
         raise Unavailable("the package is not installed") from None
+    if version < MIN_KERNELS:
+        raise Unavailable(f"the package is {version}, needs >= {MIN_KERNELS}")
     from kernels import get_kernel
 
     try:

@@ -241,6 +241,24 @@ def trimmed(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> Varlen:
     return _memo.get((cu_seqlens_q, cu_seqlens_k), ("trim",), build)
 
 
+def rows_without_keys(
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int, causal: bool
+) -> torch.Tensor | None:
+    """Bool (total_q,): queries that see no key at all. None when queries and keys share their lengths, so that all see one."""
+    if cu_seqlens_q.data_ptr() == cu_seqlens_k.data_ptr():
+        return None
+
+    def build() -> torch.Tensor:
+        row = torch.arange(total_q, dtype=torch.int32, device=cu_seqlens_q.device)
+        sequence = torch.searchsorted(cu_seqlens_q, row, right=True) - 1
+        k_len = cu_seqlens_k.diff()[sequence]
+        if not causal:
+            return k_len == 0
+        return row + k_len < cu_seqlens_q[sequence + 1]  # i + k_len - q_len < 0, counted from the sequence's end
+
+    return _memo.get((cu_seqlens_q, cu_seqlens_k), ("rows without keys", total_q, causal), build)
+
+
 def check_host(cu_seqlens: torch.Tensor, total: int, name: str) -> list[int]:
     """Read lengths back and check them: for the reference, and for tests of callers."""
     ends = cu_seqlens.tolist()

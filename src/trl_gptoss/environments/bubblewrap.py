@@ -163,7 +163,6 @@ class _Spawner:
         except OSError:
             answer = b""
         if answer != b"ready":
-            self.close()
             raise ExecutorUnavailable(f"bubblewrap cannot isolate here: {self._errors()} {_HELP}")
 
     def _start(self, bwrap: Path, files: RuntimeFiles, control: int) -> subprocess.Popen:
@@ -259,13 +258,23 @@ class _Spawner:
 
     def close(self) -> None:
         self._socket.close()
-        if self._pid == os.getpid():
+        if self._pid != os.getpid():
+            return
+        try:
+            self._process.wait(5)  # the spawner ends when its socket does, and bwrap after it
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._process.stderr.close()
 
     def _errors(self) -> str:
-        self._process.kill()
-        return self._process.communicate()[1].decode("utf-8", "replace").strip() or "it ended without a message."
+        self._socket.close()
+        try:
+            message = self._process.communicate(timeout=5)[1]
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            message = self._process.communicate()[1]
+        return message.decode("utf-8", "replace").strip() or "it ended without a message."
 
 
 class _Interpreter:

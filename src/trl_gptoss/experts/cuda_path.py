@@ -4,7 +4,8 @@ Shape legend: T tokens, k = top_k, M = T * k assignments, H hidden, I intermedia
 
 Memory at the widest point, in rows of M: forward 2I (kept for backward) + I + one block of columns of H; backward
 2I + I + one block of columns of H, the gradients of the two products overwriting their inputs. Inputs are gathered
-inside the products; only weight gradients, whose contraction runs over the rows, read a sorted copy.
+inside the products; only weight gradients, whose contraction runs over the rows, and evaluation with few rows per
+expert read a sorted copy.
 """
 
 import torch
@@ -54,16 +55,21 @@ def first_product(
     low = None
     if params.lora_up_in is not None:
         low = _low_rank(x, params.lora_up_in, order, offsets, top_k, gather=True), params.lora_up_out
+    config = tile_config("up" if keep else "up_eval", M, experts, x)
+    rows = x
+    if config.presort:
+        rows = x.new_empty(M, x.shape[1])
+        gather_rows(x, order, offsets, top_k, out=rows, padded=False)
     gate_up = x.new_empty(M, width) if keep else None
     grouped_gemm(
-        x,
+        rows,
         params.gate_up,
         offsets,
-        tile_config("up", M, experts, x),
+        config,
         top_k=top_k,
         out=gate_up,
         order=order,
-        gather=True,
+        gather=not config.presort,
         bias=params.gate_up_bias,
         gated=hidden,
         alpha=activation.alpha,
@@ -203,7 +209,7 @@ def backward(
                 wgrad("low", low, sorted_grad, d_lora[:, :, begin:end], padded_b=True)
         if needs.down_bias:
             sum_tiles(partial, offsets, target("down_bias"), into is not None)
-        del copy, partial
+        del copy, partial, sorted_grad, part  # views keep their buffer
     del weighted_hidden, d_hidden, dots, low
 
     thin = None
@@ -221,7 +227,7 @@ def backward(
                 wgrad("wgrad_up", sorted_x, d_gate_up, d_up[:, begin:end], padded_a=True)
             if needs.lora_up_in:
                 wgrad("low", sorted_x, thin, d_lora[:, begin:end], padded_a=True)
-        del copy
+        del copy, sorted_x
     if needs.lora_up_out:
         low = _low_rank(x, params.lora_up_in, order, offsets, top_k, gather=True)
         wgrad("low", low, d_gate_up, target("lora_up_out"))

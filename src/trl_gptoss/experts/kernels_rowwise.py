@@ -190,6 +190,7 @@ def _gather_rows_kernel(
     E_POW2: tl.constexpr,
     TOP_K: tl.constexpr,
     COPY: tl.constexpr,
+    PADDED: tl.constexpr,
     SUM: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
@@ -207,8 +208,12 @@ def _gather_rows_kernel(
         source = (assignment // TOP_K).to(tl.int64)[:, None] * stride_source
         block = tl.load(source_ptr + source + column[None, :], mask=row_mask[:, None] & c_mask[None, :], other=0.0)
         if COPY:
-            padded = (tile * BM + tl.arange(0, BM)).to(tl.int64)[:, None]
-            tl.store(out_ptr + padded * stride_out + column[None, :], block, mask=c_mask[None, :])
+            if PADDED:
+                place = (tile * BM + tl.arange(0, BM)).to(tl.int64)[:, None] * stride_out
+                tl.store(out_ptr + place + column[None, :], block, mask=c_mask[None, :])
+            else:
+                place = rows.to(tl.int64)[:, None] * stride_out
+                tl.store(out_ptr + place + column[None, :], block, mask=row_mask[:, None] & c_mask[None, :])
         if SUM:
             weight = tl.load(weight_ptr + assignment, mask=row_mask, other=0.0).to(tl.float32)
             total = tl.sum(block.to(tl.float32) * weight[:, None], axis=0)
@@ -224,12 +229,13 @@ def gather_rows(
     out: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     partial: torch.Tensor | None = None,
+    padded: bool = True,
 ) -> None:
-    """Rows of their tokens in expert order, every expert padded with zero rows to a multiple of `PAD`.
+    """Rows of their tokens in expert order; `padded`: every expert filled up with zero rows to a multiple of `PAD`.
 
     Args:
         source (`(T, C)`): Rows by token; last dimension contiguous.
-        out (`(padded_rows(M, E), C)`, *optional*): Receives the rows.
+        out (`(padded_rows(M, E), C)`, or `(M, C)` if not padded, *optional*): Receives the rows.
         weight (`(M,)`, by assignment id, *optional*): For `partial`.
         partial (`(row tiles, C)`, fp32, *optional*): Receives the weighted sum of every block of `PAD` rows.
     """
@@ -249,6 +255,7 @@ def gather_rows(
         E_POW2=next_power_of_2(experts),
         TOP_K=top_k,
         COPY=out is not None,
+        PADDED=padded,
         SUM=partial is not None,
         BM=PAD,
         BC=_COLUMNS,

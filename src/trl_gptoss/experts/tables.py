@@ -1,8 +1,8 @@
 """Measured tile configurations, by GPU name, kernel and mean rows per expert.
 
-Values are the fields of `TileConfig` in order: bm, bn, bk, warps, stages, group, programs, tma, flatten, tma_store (trailing
-defaults left out). Measured with
-`tune_experts`; the measurements are in `benchmarks/experts/`.
+Values are the fields of `TileConfig` in order: bm, bn, bk, warps, stages, group, programs, tma, flatten, tma_store,
+presort (trailing defaults left out). Measured with `tune_experts`; the measurements, and which entries were chosen by
+inference instead, are in `benchmarks/experts/`.
 """
 
 TABLES: dict[str, dict[str, dict[int, tuple]]] = {
@@ -11,23 +11,31 @@ TABLES: dict[str, dict[str, dict[int, tuple]]] = {
             1: (16, 128, 64, 8, 5, 8, 2, False, False),
             8: (16, 128, 64, 4, 4, 8, 3, False, False),
             64: (64, 256, 64, 4, 4, 8, 1, True, False),
-            256: (128, 256, 64, 8, 4, 8, 1, True, False),
+            256: (128, 256, 64, 8, 3, 8, 1, True, True),
             1024: (128, 256, 64, 8, 3, 8, 1, True, True),
             4096: (128, 256, 64, 8, 3, 8, 1, True, True),
+        },
+        "up_eval": {
+            1: (16, 128, 64, 8, 5, 8, 2, False, False),
+            8: (16, 128, 64, 4, 4, 8, 3, False, False),
+            64: (64, 256, 64, 4, 4, 8, 1, True, False),
+            256: (128, 256, 64, 8, 3, 8, 1, True, True),
+            1024: (128, 256, 64, 8, 3, 8, 1, True, True, False, True),
+            4096: (128, 256, 64, 8, 3, 4, 1, True, True),
         },
         "down": {
             1: (16, 64, 64, 4, 5, 8, 4, False, False),
             8: (16, 128, 64, 4, 4, 8, 3, False, False),
             64: (128, 256, 64, 8, 3, 8, 1, True, False),
             256: (128, 256, 64, 8, 3, 8, 1, True, False),
-            1024: (128, 256, 32, 8, 5, 8, 1, False, False),
+            1024: (128, 256, 64, 8, 3, 8, 1, True),
             4096: (128, 256, 64, 8, 3, 8, 1, True, False),
         },
         "grad_hidden": {
             1: (16, 128, 64, 8, 5, 8, 2, False, False),
             8: (16, 128, 64, 8, 5, 8, 2, False, False),
             64: (64, 256, 64, 4, 4, 8, 1, True, False),
-            256: (128, 256, 64, 8, 4, 8, 1, True, False),
+            256: (128, 256, 64, 8, 3, 8, 1, True, True),
             1024: (128, 256, 64, 8, 3, 8, 1, True, True),
             4096: (128, 256, 64, 8, 3, 8, 1, True, True),
         },

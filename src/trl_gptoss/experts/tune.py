@@ -30,13 +30,21 @@ def launches(
     columns = _column_blocks(M, H, x)[0]
     rows = torch.empty(M, columns[1], **options)
     order, offsets = sort_by_expert(index, experts)
-    train = M >= 64 * experts
     sorted_rows = {"top_k": top_k, "order": order}
     scattered = sorted_rows | {"out": rows, "scatter": True, "columns": columns}
     gate = {"gated": torch.empty_like(act), "alpha": 1.702, "limit": 7.0, "bias": gate_up_bias}
-    product = torch.empty_like(both) if train else None
+    product = torch.empty_like(both)
     backward = {"out": torch.empty_like(act), "gather": True, "transpose_b": True}
     yield "up", lambda c: grouped_gemm(x, gate_up, offsets, c, **sorted_rows, **gate, gather=True, out=product)
+
+    def evaluate(config: TileConfig) -> None:
+        source = x
+        if config.presort:
+            source = torch.empty(M, H, **options)
+            gather_rows(x, order, offsets, top_k, out=source, padded=False)
+        grouped_gemm(source, gate_up, offsets, config, **sorted_rows, **gate, gather=not config.presort)
+
+    yield "up_eval", evaluate
     yield "down", lambda c: grouped_gemm(act, down, offsets, c, **scattered, bias=down_bias, weight=weight)
     yield "grad_hidden", lambda c: grouped_gemm(x, down, offsets, c, **sorted_rows, **backward)
     yield "grad_input", lambda c: grouped_gemm(both, gate_up, offsets, c, **scattered, transpose_b=True)

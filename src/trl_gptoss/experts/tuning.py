@@ -16,7 +16,7 @@ import torch
 
 from .tables import TABLES
 
-KERNELS = ("up", "down", "grad_hidden", "grad_input", "wgrad_up", "wgrad_down")
+KERNELS = ("up", "up_eval", "down", "grad_hidden", "grad_input", "wgrad_up", "wgrad_down")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,8 @@ class TileConfig:
     `warps` and `stages` are Triton's; `group` row tiles share their columns before the next columns start (L2 reuse);
     `programs` is the size of the persistent grid per multiprocessor; `tma` uses tensor descriptors where they exist;
     `flatten` joins the tile loop with the contraction loop, so that a tile's first loads overlap the last one's store;
-    `tma_store` writes a weight gradient through a descriptor.
+    `tma_store` writes a weight gradient through a descriptor; `presort` (of `up_eval`) reads a sorted copy of the input
+    instead of gathering rows: a bandwidth-bound pass more, a faster product.
     """
 
     bm: int
@@ -39,6 +40,7 @@ class TileConfig:
     tma: bool = False
     flatten: bool = False
     tma_store: bool = False
+    presort: bool = False
 
 
 def cache_path(device_name: str) -> Path:
@@ -153,6 +155,9 @@ def candidates(kernel: str, rows_per_expert: int) -> list[TileConfig]:
     ]
     if rows_per_expert <= 64:
         return small + large[1:2] + [TileConfig(128, 128, 64, 4, 3, programs=2, tma=True)]
+    if kernel == "up_eval":
+        large = [*large, TileConfig(128, 256, 64, 8, 3, tma=True, flatten=True, presort=True)]
+        large.append(TileConfig(128, 256, 64, 8, 3, group=4, tma=True, flatten=True))
     return large if rows_per_expert > 256 else [small[1], *large]
 
 

@@ -11,7 +11,6 @@ from .header import CHANNELS, CONTENT_TYPES
 from .tools import Tool, tool_name
 
 _NAMESPACES = re.compile(r"^(functions\.)+")
-NOT_TOOLS = ("assistant", "user", "system", "developer", "all", "tool", "functions", *CHANNELS)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,11 +47,6 @@ class KnownTools:
 
     def _declared(self, name: str) -> bool:
         return self.names is not None and name in self.names
-
-    @staticmethod
-    def is_no_tool(recipient: str) -> bool:
-        """Whether `recipient` names a role, a channel, or a namespace without a function."""
-        return recipient in NOT_TOOLS or recipient.endswith(".") or recipient.startswith(".")
 
     def resolve(self, recipient: str) -> tuple[str, bool, list[str]] | None:
         """`(full recipient, builtin, anomalies)` of the tool that `recipient` means; `None` if it was not declared."""

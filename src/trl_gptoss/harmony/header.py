@@ -16,11 +16,12 @@ from enum import Enum
 CHANNELS = ("analysis", "commentary", "final")
 CONTENT_TYPES = ("json", "code", "text")
 OTHER_ROLES = ("user", "system", "developer", "tool")
+NOT_TOOLS = ("assistant", "all", "functions", *OTHER_ROLES, *CHANNELS)
 
-# Either `to=` with the word after it, or a word up to the next blank or the next `to=`.
-_ITEM = re.compile(r"to\s*=\s*(?P<recipient>\S*)|(?P<word>(?:(?!to\s*=)\S)+)")
+# Either `to=` with the word after it, or a word; both go up to the next blank or the next `to=`.
+_ITEM = re.compile(r"to\s*=\s*(?P<recipient>(?:(?!to\s*=\s*\w)\S)*)|(?P<word>(?:(?!to\s*=)\S)+)")
 _ASSISTANT = re.compile(r"^(?:assistant)+")
-_RECIPIENT_NAME = re.compile(r"[\w.:/-]+")
+_RECIPIENT_NAME = re.compile(r"[\w-](?:[\w.:/-]*[\w-])?")
 _TOOL_NAME = re.compile(r"functions\.|browser\.|python$")
 
 
@@ -38,7 +39,7 @@ class Header:
 
     role (`str`): `"assistant"`, or what the header says instead.
     channel (`str` or `None`): channel name as written; `None` if none is named.
-    recipient (`str` or `None`): the word after `to=`.
+    recipient (`str` or `None`): the tool named after `to=`.
     content_type (`str` or `None`): `"json"`, `"code"`, ...
     rest (`str`): what belongs to nothing above. It is message text if no `<|message|>` follows.
     conflicting (`bool`): two different recipients are named.
@@ -173,13 +174,16 @@ class HeaderReader:
         self._choose_channel()
         if self._constrained > 1:
             self._note("repeated_constrain")
-        named = [name for name in map(self._clean_recipient, self._recipients) if name]
-        if len(self._recipients) > 1:
+        named = [name for written in self._recipients for name in self._names(written)]
+        if max(len(self._recipients), len(named)) > 1:
             self._note("duplicate_recipient")
         if len(set(named)) > 1:
             self._note("conflicting_recipient")
             header.conflicting = True
         header.recipient = named[0] if named else None
+        if header.recipient in NOT_TOOLS or ".." in (header.recipient or ""):
+            self._note("invalid_recipient")
+            header.recipient = None
         header.anomalies = list(dict.fromkeys(header.anomalies))
         return header
 
@@ -210,7 +214,7 @@ class HeaderReader:
     def _format_or_rest(self, section: str, word: str, position: int) -> None:
         if self.header.content_type is None and not self.header.rest and word in CONTENT_TYPES:
             self.header.content_type = word
-        elif not self._recipients and not self.header.rest and _TOOL_NAME.match(word):
+        elif not self.header.rest and _TOOL_NAME.match(word) and (not self._recipients or "." in word):
             self._note("bare_recipient")
             self._recipients.append(word)
         else:
@@ -220,13 +224,14 @@ class HeaderReader:
         if not self.header.rest:
             self.header.rest = section[position:].strip()
 
-    def _clean_recipient(self, written: str) -> str | None:
+    def _names(self, written: str) -> list[str]:
+        """Names in the word after `to=`: one as a rule, several functions in `functions.f,functions.g`."""
         if written in CONTENT_TYPES and self.header.content_type is None:  # `to= json`
             self.header.content_type, written = written, ""
         if not written:
             self._note("empty_recipient")
-            return None
-        name = _RECIPIENT_NAME.search(written)
-        if name is None or name[0] != written:
+            return []
+        names = _RECIPIENT_NAME.findall(written)
+        if names != [written]:
             self._note("malformed_recipient")
-        return name[0] if name else None
+        return names[:1] + [name for name in names[1:] if name.startswith("functions.")]

@@ -22,7 +22,7 @@ from .tools import Tool
 from .vocabulary import HarmonyVocabulary
 
 # Anomalies of a header that may only mean that the rest of it was cut off.
-_UNFINISHED = ("missing_channel", "missing_role", "empty_", "unknown_")
+_UNFINISHED = ("missing_channel", "missing_role", "empty_", "unknown_", "malformed_recipient", "invalid_recipient")
 
 # A header that a model really writes is shorter; only used to tell a forgotten boundary from `<|channel|>` in prose.
 _LONGEST_HEADER = 64
@@ -312,8 +312,10 @@ class _Parser:
         )
         if header.recipient is not None:
             notes += self.add_call(message, header, opened)
-        elif terminator == "call":
+        elif terminator == "call" and "invalid_recipient" not in header.anomalies:
             notes.append("call_without_recipient")
+        elif terminator == "return" and header.channel == "analysis":
+            notes.append("analysis_ended_by_return")
         elif self.called and header.channel == "final":
             notes.append("final_after_call")
         message.anomalies = list(dict.fromkeys([*header.anomalies, *notes]))
@@ -322,8 +324,6 @@ class _Parser:
 
     def add_call(self, message: ParsedMessage, header: Header, opened: bool) -> list[str]:
         """Adds the call that `message` makes and returns the anomalies of it."""
-        if self.tools.is_no_tool(message.recipient):
-            return ["invalid_recipient"]
         resolved = self.tools.resolve(message.recipient)
         recipient, builtin, notes = resolved or (message.recipient, False, ["unknown_recipient"])
         arguments, problem = read_arguments(message.text)

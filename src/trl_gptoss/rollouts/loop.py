@@ -146,7 +146,7 @@ def _take(
     episode.messages += parsed.messages
     episode.context = episode.context + sample.ids
     episode.budget -= len(sample.ids)
-    if sample.ids[-1] not in stop_ids:
+    if not sample.ids or sample.ids[-1] not in stop_ids:
         trajectory.stop_reason = StopReason.TRUNCATED
     elif not parsed.calls:
         trajectory.stop_reason = StopReason.FINAL

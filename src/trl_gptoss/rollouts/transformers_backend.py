@@ -1,5 +1,6 @@
 """Sampling with `transformers`' own `generate`, batched over all rollouts that are still running."""
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -53,12 +54,10 @@ class TransformersBackend:
             was_training = model.training
             model.eval()
             try:
-                # `max_new_tokens` as an argument: it overrides the value in the config without touching the config.
+                generation_config = copy.deepcopy(self.generation_config)
+                generation_config.max_new_tokens = limit
                 output_BT = model.generate(
-                    input_ids=input_ids_BT,
-                    attention_mask=mask_BT,
-                    generation_config=self.generation_config,
-                    max_new_tokens=limit,
+                    input_ids=input_ids_BT, attention_mask=mask_BT, generation_config=generation_config
                 )
             finally:
                 model.train(was_training)

@@ -133,9 +133,9 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
         )
         check_model(self._base_model)
         if self._base_model.config._attn_implementation == ATTENTION and self.accelerator.device.type == "cuda":
-            selftest(self.accelerator.device)  # two seconds, against months of silently wrong gradients
+            selftest(self.accelerator.device)  # two seconds, before hours with a gradient that may be wrong
         self.reward_funcs = [
-            f if isinstance(f, nn.Module) else guard(f, name)
+            f if isinstance(f, nn.Module) else guard(f, name, self._give_up)
             for f, name in zip(self.reward_funcs, self.reward_func_names)
         ]
         self.sampled_logs = SampledLogs(args, self._tokenizer, self.speaks_harmony)
@@ -154,6 +154,7 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
 
     def _build_engine(self) -> HarmonyRollouts:
         stop_ids = HarmonyVocabulary.of(self._tokenizer).stop_ids
+        self._check_stop_ids(stop_ids)
         self._base_model.generation_config.eos_token_id = list(stop_ids)
         self.eos_token_ids = list(stop_ids)
         args = self.args
@@ -182,6 +183,21 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
             event_loop=self.async_loop if self._has_async_funcs else None,
         )
         return HarmonyRollouts(args, self._tokenizer, backend, runner, limits, self._any_rank)
+
+    def _check_stop_ids(self, stop_ids: list[int]) -> None:
+        """The three ids that end a Harmony turn are not negotiable, and the model must be able to sample them."""
+        rows = self._base_model.get_input_embeddings().num_embeddings
+        if max(stop_ids) >= rows:
+            raise ValueError(
+                f"The tokenizer ends turns with the ids {stop_ids}, but the model's embedding has only {rows} rows: they "
+                "do not belong together. Pass the tokenizer of this model as processing_class."
+            )
+        for name in ("eos_token_id", "stop_token_ids"):
+            if name in (self.args.generation_kwargs or {}):
+                raise ValueError(
+                    f"generation_kwargs sets {name}={self.args.generation_kwargs[name]}, but Harmony turns end with "
+                    f"{stop_ids} (<|return|>, <|endoftext|>, <|call|>). Remove it."
+                )
 
     def _context_length(self) -> int:
         if self.use_vllm and self.vllm_mode == "colocate":

@@ -20,6 +20,7 @@ class Interruption:
     def __init__(self, single_process: bool) -> None:
         self.single_process = single_process
         self.requested: int | None = None  # number of the signal
+        self.error: Exception | None = None  # what to raise instead of what the signal stands for
         self.deferred = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -28,8 +29,15 @@ class Interruption:
         if self.single_process and not self.deferred:
             self.stop()
 
+    def fail_after_step(self, error: Exception) -> None:
+        """End the run by `error` once the current step is done."""
+        self.error = error
+        self.requested = signal.SIGTERM
+
     def stop(self) -> None:
-        """Leave by the exception that the signal stands for."""
+        """Leave by the error, or by the exception that the signal stands for."""
+        if self.error is not None:
+            raise self.error
         if self.requested == signal.SIGTERM:
             raise SystemExit(128 + signal.SIGTERM)
         raise KeyboardInterrupt

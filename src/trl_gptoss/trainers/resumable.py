@@ -9,7 +9,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput
 from trl import GRPOTrainer
 
-from .checkpointing import LoopState, RandomState, is_complete, last_complete_checkpoint
+from .checkpointing import LoopState, RandomState, is_complete, last_complete_checkpoint, loop_state_path
 from .interruption import Interruption
 
 logger = get_logger(__name__)
@@ -56,6 +56,12 @@ class ResumableMixin(GRPOTrainer):
     def _start_epoch(self, epoch: int) -> None:
         """Called before the order of an epoch is drawn."""
 
+    def _give_up(self, error: Exception) -> None:
+        """End the run by `error`. One of several ranks may not do so at once: the others would wait for it for ever."""
+        if not self.is_in_train or self.args.world_size == 1:
+            raise error
+        self._interruption.fail_after_step(error)
+
     def _agree_on_signal(self, number: int | None) -> int | None:
         """The signal that any rank got, on all ranks."""
         numbers = self.accelerator.gather(torch.tensor([number or 0], device=self.accelerator.device))
@@ -93,6 +99,12 @@ class ResumableMixin(GRPOTrainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         if checkpoint is None:
+            return
+        if not loop_state_path(checkpoint, self.args.process_index).is_file():
+            logger.warning(
+                f"{checkpoint} has no loop state of process {self.args.process_index}: it was written by another trainer "
+                "or with another number of processes. Training goes on from its weights, but not on the same curves."
+            )
             return
         self._restore_loop_state(LoopState.load(checkpoint, self.args.process_index, self.args.device))
         if self.accelerator.is_main_process:

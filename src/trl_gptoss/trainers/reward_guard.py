@@ -21,10 +21,12 @@ class RewardGuard:
 
     Args:
         name (`str`): the name TRL logs the function under.
+        give_up (`Callable[[Exception], None]`): called with the error that ends the run; raises it, now or later.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, give_up: Callable[[Exception], None]) -> None:
         self.name = name
+        self.give_up = give_up
         self.failures = 0
 
     def passed(self, kwargs: dict[str, Any]) -> None:
@@ -32,25 +34,28 @@ class RewardGuard:
         kwargs["log_metric"](f"rewards/{self.name}/failure_frequency", 0.0)
 
     def failed(self, error: Exception, kwargs: dict[str, Any]) -> list[float]:
-        """Log `error` and give the rewards of a failed batch; raise if it was one too many in a row."""
+        """Log `error` and give the rewards of a failed batch; give up if it was one too many in a row."""
         self.failures += 1
         kwargs["log_metric"](f"rewards/{self.name}/failure_frequency", 1.0)
-        if self.failures >= MAX_FAILURES_IN_A_ROW:
-            raise RuntimeError(
-                f"The reward function {self.name!r} failed {self.failures} times in a row, last with "
-                f"{type(error).__name__}: {error}. Fix it and resume from the last checkpoint."
-            ) from error
         logger.error(
             f"The reward function {self.name!r} raised {type(error).__name__}: {error}. Its batch is not trained on "
             f"(failure {self.failures} in a row; the run stops at {MAX_FAILURES_IN_A_ROW}).",
             exc_info=error,
         )
+        if self.failures >= MAX_FAILURES_IN_A_ROW:
+            message = (
+                f"The reward function {self.name!r} failed {self.failures} times in a row, last with "
+                f"{type(error).__name__}: {error}. Fix it and resume from the last checkpoint."
+            )
+            failure = RuntimeError(message)
+            failure.__cause__ = error
+            self.give_up(failure)
         return [FAILED] * len(kwargs["prompts"])
 
 
-def guard(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def guard(function: Callable[..., Any], name: str, give_up: Callable[[Exception], None]) -> Callable[..., Any]:
     """Wrap a reward function (plain or coroutine) in a [`RewardGuard`]."""
-    state = RewardGuard(name)
+    state = RewardGuard(name, give_up)
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
 
         async def guarded(**kwargs: Any) -> list[float | None]:

@@ -1,5 +1,6 @@
 """Some of the rollouts of each logged step, for people: on disk always, on the terminal with `log_completions`."""
 
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ from ..harmony import format_conversation
 from ..trajectory import Trajectory
 from .config import GptOssGRPOConfig
 from .trajectory_log import TrajectoryLog, trajectory_record
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,7 +58,10 @@ class SampledLogs:
         rollouts, self.rollouts = self.rollouts, []
         sampled = _spread(rollouts, self.args.log_trajectories)
         if sampled:
-            self.file.append([self._record(step, i, r) for i, r in sampled])
+            try:
+                self.file.append([self._record(step, i, r) for i, r in sampled])
+            except OSError as error:  # a full disk costs the log, not the run
+                logger.warning(f"No trajectories of step {step} were written to {self.file.path}: {error}")
         if self.args.log_completions:
             limit = self.args.num_completions_to_print
             for _, rollout in _spread(rollouts, len(rollouts) if limit is None else limit):

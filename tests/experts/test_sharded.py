@@ -1,0 +1,83 @@
+"""`gptoss_fused` under FSDP2 and with DTensor parameters: two gloo processes against one."""
+
+import os
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import GptOssConfig, GptOssForCausalLM
+
+import trl_gptoss  # noqa: F401  registers the implementation
+
+WORLD = 2
+
+
+def tiny_model(implementation: str) -> GptOssForCausalLM:
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.3,
+    )
+    return GptOssForCausalLM._from_config(config, dtype=torch.float64, experts_implementation=implementation)
+
+
+def batch() -> torch.Tensor:
+    return torch.randint(0, 32, (WORLD, 9), generator=torch.Generator().manual_seed(1))
+
+
+def fsdp(rank: int) -> None:
+    model = tiny_model("gptoss_fused")
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    ids = batch()[rank : rank + 1]
+    model(ids, labels=ids).loss.backward()
+    alone = tiny_model("eager")
+    alone(batch(), labels=batch()).loss.backward()
+    for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert isinstance(ours.grad, DTensor)
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def sharded_parameters(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (WORLD,))
+    experts, alone = (tiny_model(name).model.layers[0].mlp.experts for name in ("gptoss_fused", "eager"))
+    for name, parameter in list(experts.named_parameters()):
+        setattr(experts, name, torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(6, 16, generator=generator, dtype=torch.float64)
+    weight = torch.rand(6, 2, generator=generator, dtype=torch.float64)
+    index = torch.randint(0, 4, (6, 2), generator=generator)
+    out, expected = experts(x, index, weight), alone(x, index, weight)
+    torch.testing.assert_close(out, expected)
+    out.sum().backward(), expected.sum().backward()
+    for ours, theirs in zip(experts.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+def worker(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    fsdp(rank)
+    sharded_parameters(rank)
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(worker, (os.path.join(folder, "store"),), nprocs=WORLD)
