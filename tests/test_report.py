@@ -188,7 +188,7 @@ def test_every_metric_gets_its_chart_and_absent_ones_none(run_dir):
         assert title in titles
     assert "my_own/metric" in titles  # unknown metrics are shown too
     assert "KL to the reference" not in titles  # this run logged none
-    assert "178" in titles and "0.89" in titles  # the evaluation table
+    assert "178" in titles and "0.890" in titles  # the evaluation table
 
 
 def test_first_and_last_step_are_shown_and_lost_steps_are_not(run_dir):

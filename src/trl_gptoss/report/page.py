@@ -65,7 +65,7 @@ def _tiles(history: History) -> Iterator[str]:
 
 
 def _cell(value: Any) -> str:
-    return number(value) if isinstance(value, float) else str(value)
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def _evaluations(rows: list[dict[str, Any]]) -> str:

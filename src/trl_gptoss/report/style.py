@@ -25,11 +25,11 @@ h2 { font-size: 17px; margin: 34px 0 12px; }
 .sub { overflow-wrap: anywhere; }
 .note, .hint { font-size: 12.5px; }
 .hint { margin-bottom: 12px; }
-.tiles { display: grid; gap: 12px; margin-top: 18px; grid-template-columns: repeat(auto-fill, minmax(165px, 1fr)); }
+.tiles { display: grid; gap: 12px; margin-top: 18px; grid-template-columns: repeat(auto-fill, minmax(185px, 1fr)); }
 .tile, .card, details.rollout { background: var(--card); border: 1px solid var(--edge); border-radius: 10px; }
 .tile { padding: 10px 14px; }
 .tile span { display: block; font-size: 12.5px; color: var(--dim); }
-.tile b { font-size: 20px; white-space: nowrap; font-weight: 600; font-variant-numeric: tabular-nums; }
+.tile b { font-size: 19px; white-space: nowrap; font-weight: 600; font-variant-numeric: tabular-nums; }
 .tile small { display: block; color: var(--dim); }
 .grid-of-cards { display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(310px, 1fr)); }
 .card { margin: 0; padding: 12px 14px 10px; display: flex; flex-direction: column; }
