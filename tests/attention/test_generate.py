@@ -23,31 +23,35 @@ def alone(model, seqs):
     return torch.cat([ids for ids, _ in rows]), torch.cat([logits for _, logits in rows])
 
 
-def place_models(place, models, **kwargs):
-    device, _ = place
-    if device == "cpu":
-        return models(window=WINDOW, **kwargs)
-    return models(heads=8, kv_heads=1, head_dim=64, window=128, experts_used=4, **kwargs)
+def prepare(place, models, seqs, compare):
+    """Model on sink_fa3, oracle, and how far logits may be off: twice as far as eager's in the same precision."""
+    device, dtypes = place
+    if dtypes[0] == torch.float64:
+        eager, ours = models(window=WINDOW)
+        return ours.to(device), alone(eager, seqs), 1e-5
+    settings = dict(heads=8, kv_heads=1, head_dim=64, window=128, experts_used=4)
+    eager, ours = models(**settings)
+    oracle = alone(eager, seqs)
+    half = alone(eager.to(dtypes[0]), seqs)
+    return ours.to(device, dtypes[0]), oracle, max(2 * compare.distance(half[1][:, 0], oracle[1][:, 0]), 2e-2)
 
 
-def assert_same(place, ours, oracle, compare):
-    """On a GPU in bfloat16 greedy paths may part at near ties, so there the first logits are compared."""
-    if place[0] == "cpu":
-        assert torch.equal(ours[0], oracle[0])
-        assert compare.distance(ours[1], oracle[1]) < 1e-5
-    else:
-        assert compare.distance(ours[1][:, 0], oracle[1][:, 0]) < 5e-2
-        assert (ours[0].cpu() == oracle[0]).float().mean() > 0.5
+def assert_same(ours, oracle, tolerance, compare):
+    """Same tokens in double precision. In half precision greedy paths part at near ties: compare up to there."""
+    if tolerance <= 1e-5:
+        assert torch.equal(ours[0].cpu(), oracle[0])
+    agree = (ours[0].cpu() == oracle[0]).int().cumprod(1)
+    steps = [int(row.sum()) + 1 for row in agree]
+    assert sum(steps) > len(steps)
+    for row, n in enumerate(steps):
+        assert compare.distance(ours[1][row, :n], oracle[1][row, :n]) < tolerance
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static", "static_no_sliding", "dynamic_full", None])
 def test_left_padded_batch(place, cache, models, sequences, padded, compare):
-    device, dtypes = place
-    eager, ours = place_models(place, models)
     seqs = sequences(*LENGTHS)
-    oracle = alone(eager, seqs)
-    ids, mask = (x.to(device) for x in padded(seqs, "left"))
-    ours = ours.to(device, dtypes[0] if device == "cpu" else torch.bfloat16)
+    ours, oracle, tolerance = prepare(place, models, seqs, compare)
+    ids, mask = (x.to(place[0]) for x in padded(seqs, "left"))
     longest = ids.shape[1] + NEW
     kwargs = {
         "dynamic": dict(cache_implementation="dynamic"),  # knows the config, so sliding layers keep one window
@@ -56,7 +60,7 @@ def test_left_padded_batch(place, cache, models, sequences, padded, compare):
         "dynamic_full": dict(cache=DynamicCache()),  # keeps everything in sliding layers too
         None: dict(use_cache=False),
     }[cache]
-    assert_same(place, greedy(ours, ids, mask, **kwargs), oracle, compare)
+    assert_same(greedy(ours, ids, mask, **kwargs), oracle, tolerance, compare)
 
 
 def _full_layers(config):
@@ -72,13 +76,10 @@ def _full_layers(config):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_one_row_without_padding(place, cache, models, sequences, compare):
     """generate drops the mask of ones, and a static cache then hands over its whole buffer with no mask."""
-    device, _ = place
-    eager, ours = place_models(place, models)
     seqs = sequences(20)
-    oracle = alone(eager, seqs)
-    ours = ours.to(device, torch.float64 if device == "cpu" else torch.bfloat16)
-    ids = seqs[0][None].to(device)
-    assert_same(place, greedy(ours, ids, torch.ones_like(ids), cache_implementation=cache), oracle, compare)
+    ours, oracle, tolerance = prepare(place, models, seqs, compare)
+    ids = seqs[0][None].to(place[0])
+    assert_same(greedy(ours, ids, torch.ones_like(ids), cache_implementation=cache), oracle, tolerance, compare)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 15])

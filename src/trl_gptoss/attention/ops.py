@@ -41,7 +41,8 @@ def forward(
     """
     lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, trim)
     with _no_autocast(q.device.type):
-        return backends.choose(q).forward(q, k, v, sinks, *lengths, causal, window, scale)
+        out, lse = backends.choose(q).forward(q, k, v, sinks, *lengths, causal, window, scale)
+    return out.contiguous(), lse.contiguous()  # flash attention copies the strides of q; graphs rely on these
 
 
 def backward(
@@ -65,9 +66,10 @@ def backward(
     """Gradients dq, dk, dv (contiguous, in the inputs' dtype) and dsinks (H,), or (0,) without sinks."""
     lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, trim)
     with _no_autocast(q.device.type):
-        return backends.choose(q).backward(
+        dq, dk, dv, dsinks = backends.choose(q).backward(
             dout, q, k, v, out, lse, sinks, *lengths, causal, window, scale, deterministic
         )
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks
 
 
 sink_attention_op = torch.library.custom_op("trl_gptoss::sink_attention", forward, mutates_args=())

@@ -103,7 +103,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `ops.backward`. Every sum has a fixed order, so `deterministic` changes nothing."""
     dtype = _accumulator(q)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))  # contiguous, whatever the strides of the inputs
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1).T.contiguous()  # (H, total_q)
     for group in _plan(q, k, cu_seqlens_q, cu_seqlens_k):
         q_NKGQD, k_NKLD, v_NKLD = _gather(group, q, k, v, dtype)
