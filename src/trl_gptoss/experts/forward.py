@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from .function import fused_experts
-from .lora import low_rank_factors, plain_parameter
+from .lora import low_rank_factors, may_be_adapted, plain_parameter
 from .params import Activation, ExpertParams
 
 CHUNK_ATTRIBUTE = "experts_token_chunk"
@@ -36,10 +36,13 @@ def gptoss_fused_experts_forward(
         )
     device = hidden_states.device.type
     names = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-    tensors = [_local(plain_parameter(self, name)) for name in names]
+    adapted = may_be_adapted(self)  # asked once: six look-ups would be a tenth of a decoding step
+    tensors = [_local(plain_parameter(self, name) if adapted else self._parameters[name]) for name in names]
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensors[0].dtype
-    factors = [*low_rank_factors(self, "gate_up_proj", dtype), *low_rank_factors(self, "down_proj", dtype)]
-    params = ExpertParams(*(t.to(dtype).contiguous() for t in tensors), *factors)
+    params = ExpertParams(*(t.to(dtype).contiguous() for t in tensors))
+    if adapted:
+        factors = [*low_rank_factors(self, "gate_up_proj", dtype), *low_rank_factors(self, "down_proj", dtype)]
+        params = ExpertParams(*params[:4], *factors)
     chunk = vars(self.config).get(CHUNK_ATTRIBUTE) or 0
     activation = Activation(self.alpha, self.limit)
     out = fused_experts(hidden_states.to(dtype), router_indices, routing_weights, params, activation, chunk)

@@ -29,6 +29,11 @@ class _Active(threading.local):
 _ACTIVE = _Active()
 
 
+def may_be_adapted(module: nn.Module) -> bool:
+    """Whether an adapter of some module is active or a parameter of this one is parametrised."""
+    return bool(_ACTIVE.factors) or parametrize.is_parametrized(module)
+
+
 def plain_parameter(module: nn.Module, name: str) -> torch.Tensor:
     """The parameter without its low-rank update."""
     if parametrize.is_parametrized(module, name):
