@@ -92,22 +92,60 @@ def test_errors(tool, error, message) -> None:
         tool_spec(tool)
 
 
+CALL_A = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": {}}}]}
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
         ([{"role": "robot", "content": "x"}], "Message 0 has no known role"),
         (["x"], "Message 0 has no known role"),
-        ([{"role": "user", "content": None}], "content of a user message must be a string"),
+        ([{"role": "user", "content": None}], "content of a message with role 'user' must be a string"),
         ([{"role": "user", "content": [{"type": "image"}]}], "reads text only"),
-        ([{"role": "user"}], "content of a user message"),
+        ([{"role": "user"}], "content of a message with role 'user'"),
         ([{"role": "assistant"}], "needs content, thinking"),
         ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "needs a function with a name"),
+        ([{"role": "assistant", "tool_calls": {"name": "f"}}], "must be a list of calls, got dict"),
+        ([{"role": "assistant", "tool_calls": ["f"]}], "needs a function with a name; got 'f'"),
+        ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": {1}}}]}], "to 'f' have no JSON form"),
+        ([{"role": "assistant", "thinking": ["x"], "content": "y"}], "content of a message .* got list"),
+        ([{"role": "assistant", "channel": 3, "content": "x"}], "channel of a message .* got int"),
+        ([{"role": "user", "name": 3, "content": "x"}], "name of a message .* got int"),
         ([{"role": "tool", "content": "x"}], "answers no call"),
+        ([{"role": "tool", "name": 3, "content": "x"}], "name of a tool message must be a string"),
+        ([CALL_A, {"role": "tool", "tool_call_id": "b", "content": "x"}], r"answers no call.*earlier call \(a\)"),
+        ([{**CALL_A, "channel": "final", "content": "x"}], "is one Harmony message"),
+        ([{"role": "assistant", "channel": "final", "thinking": "t", "content": "x"}], "is one Harmony message"),
     ],
 )
 def test_bad_messages(messages, message, small_tokenizer) -> None:
     with pytest.raises(ValueError, match=message):
         render_prompt(messages, small_tokenizer)
+
+
+def test_only_harmonys_own_tools_are_builtin() -> None:
+    with pytest.raises(ValueError, match="'notes' cannot be builtin"):
+        ToolSpec(name="notes", description="x", builtin=True)
+
+
+def test_results_find_calls_by_number_and_by_a_name_with_a_dot(small_tokenizer) -> None:
+    def call(name: str, **more) -> dict:
+        return {"function": {"name": name, "arguments": {}}, **more}
+
+    by_id = [
+        {"role": "assistant", "tool_calls": [call("f", id=0), call("g", id=1)]},
+        {"role": "tool", "tool_call_id": 1, "content": "G"},
+        {"role": "tool", "tool_call_id": 0, "content": "F"},
+    ]
+    text = small_tokenizer.decode(render_prompt(by_id, small_tokenizer))
+    assert "functions.g to=assistant<|channel|>commentary<|message|>G<|end|>" in text
+    assert "functions.f to=assistant<|channel|>commentary<|message|>F<|end|>" in text
+    by_name = [
+        {"role": "assistant", "tool_calls": [call("math.add")]},
+        {"role": "tool", "name": "math.add", "content": "3"},
+    ]
+    text = small_tokenizer.decode(render_prompt(by_name, small_tokenizer))
+    assert "functions.math.add to=assistant<|channel|>commentary<|message|>3<|end|>" in text
 
 
 def test_bad_effort(small_tokenizer) -> None:

@@ -37,6 +37,15 @@ class HarmonyMessage:
     recipient: str | None = None
     content_type: str | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("author", "content", "name", "channel", "recipient", "content_type"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ValueError(
+                    f"The {name} of a message with role {self.role!r} must be a string, got {type(value).__name__}: "
+                    f"{value!r}."
+                )
+
     @property
     def is_call(self) -> bool:
         return self.role == "assistant" and self.recipient not in (None, "all")
@@ -85,6 +94,11 @@ class Conversation:
         if role == "user":
             return [HarmonyMessage(role=role, author=role, content=text_of(message), name=message.get("name"))]
         if _is_harmony(message):
+            if message.get("tool_calls") or message.get("thinking") or message.get("reasoning_content"):
+                raise ValueError(
+                    "A message with a channel or a recipient is one Harmony message; give its thinking and its tool_calls "
+                    f"as messages of their own, or leave out channel and recipient. Got {message!r}."
+                )
             return [self._remember(_as_given(message, "assistant"))]
         return self._assistant(message)
 
@@ -94,7 +108,7 @@ class Conversation:
             return HarmonyMessage(role="assistant", author="assistant", content=text, name=name, channel=channel)
 
         thinking = message.get("thinking") or message.get("reasoning_content")
-        calls = message.get("tool_calls") or []
+        calls = _list_of_calls(message)
         said = [say("analysis", thinking)] if thinking else []
         if message.get("content") is not None:
             text = text_of(message)
@@ -108,7 +122,7 @@ class Conversation:
         return said + [self._call(call) for call in calls]
 
     def _call(self, call: dict[str, Any]) -> HarmonyMessage:
-        function = call.get("function", call)
+        function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError(f"A tool call needs a function with a name; got {call!r}.")
         arguments = function.get("arguments")
@@ -118,7 +132,7 @@ class Conversation:
         elif builtin and isinstance(arguments, dict) and set(arguments) == {"code"}:
             text = arguments["code"]
         else:
-            text = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+            text = _json(function["name"], {} if arguments is None else arguments)
         message = HarmonyMessage(
             role="assistant",
             author="assistant",
@@ -127,8 +141,8 @@ class Conversation:
             channel="analysis" if builtin else "commentary",
             content_type="code" if builtin else function.get("content_type", JSON_ARGUMENTS),
         )
-        if isinstance(call.get("id"), str):
-            self._calls_by_id[call["id"]] = message
+        if call.get("id") is not None:
+            self._calls_by_id[str(call["id"])] = message
         return self._remember(message)
 
     def _is_builtin(self, name: str) -> bool:
@@ -140,20 +154,25 @@ class Conversation:
         return message
 
     def _tool_result(self, message: dict[str, Any]) -> HarmonyMessage:
-        call = self._calls_by_id.get(message.get("tool_call_id") or "")
+        call_id = message.get("tool_call_id")
+        call = self._calls_by_id.get(str(call_id))
         name = message.get("name") or (call.recipient if call else None)
-        if name is None and not self._pending:
+        wrong_id = call_id not in (None, "") and self._calls_by_id
+        if name is None and (wrong_id or not self._pending):
             raise ValueError(
-                f"A tool message answers no call: it has neither a name nor the tool_call_id of an earlier call, and no "
-                f"call is left to be answered; got {message!r}."
+                f"A tool message answers no call. Give it the name of the tool or the tool_call_id of an earlier call "
+                f"({', '.join(self._calls_by_id) or 'none has an id'}); without either it answers the calls in order, of "
+                f"which {len(self._pending)} are left. Got {message!r}."
             )
+        if name is not None and not isinstance(name, str):
+            raise ValueError(f"The name of a tool message must be a string, got {name!r}.")
         if call is None:
-            call = next((c for c in self._pending if name in (None, c.recipient, c.recipient.split(".")[-1])), None)
+            call = next((c for c in self._pending if name is None or name in _names(c.recipient)), None)
         if call is not None and call in self._pending:
             self._pending = [c for c in self._pending if c is not call]
         if _is_harmony(message):
             return _as_given(message, name or call.recipient)
-        if name is None or (call is not None and name in (call.recipient, call.recipient.removeprefix("functions."))):
+        if call is not None and (name is None or name in (call.recipient, call.recipient.removeprefix("functions."))):
             author, channel = call.recipient, result_channel(call.recipient, call.channel)
         else:
             author = name if "." in name or self._is_builtin(name) else f"functions.{name}"
@@ -161,6 +180,27 @@ class Conversation:
         return HarmonyMessage(
             role="tool", author=author, content=text_of(message), recipient="assistant", channel=channel
         )
+
+
+def _names(recipient: str) -> tuple[str, ...]:
+    """What a result may call the tool `recipient`: `functions.f` or `f`; `browser.search` or `search`."""
+    return recipient, recipient.removeprefix("functions."), recipient.split(".")[-1]
+
+
+def _list_of_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise ValueError(f"tool_calls must be a list of calls, got {type(calls).__name__}: {calls!r}.")
+    return calls
+
+
+def _json(name: str, arguments: Any) -> str:
+    try:
+        return json.dumps(arguments, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"The arguments of a call to {name!r} have no JSON form ({error}); got {arguments!r}."
+        ) from error
 
 
 def result_channel(recipient: str, call_channel: str | None) -> str:
@@ -196,6 +236,6 @@ def text_of(message: dict[str, Any]) -> str:
     if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         return "".join(part["text"] for part in parts)
     raise ValueError(
-        f"The content of a {message['role']} message must be a string or a list of {{'type': 'text', 'text': ...}}; GPT-OSS "
+        f"The content of a message with role {message['role']!r} must be a string or a list of {{'type': 'text', 'text': ...}}; GPT-OSS "
         f"reads text only. Got {content!r}."
     )

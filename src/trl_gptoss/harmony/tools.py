@@ -16,8 +16,9 @@ class ToolSpec:
     name (`str`): name without namespace.
     description (`str`): what the model is told about it.
     parameters (`dict` or `None`, *optional*): JSON schema of the arguments object; `None` for a tool without any.
-    builtin (`bool`, *optional*, defaults to `False`): declare it in the system message under its own name (`python`,
-        `browser`) instead of the developer message's `functions` namespace. Its calls are addressed `to=python`.
+    builtin (`bool`, *optional*, defaults to `False`): declare it in the system message under its own name instead of
+        the developer message's `functions` namespace. Its calls are addressed `to=python`. Only for `python` and
+        `browser`, the names that the models were trained with; `ValueError` for any other.
     functions (`list[ToolSpec]`): of a builtin namespace with functions (`browser.search`, ...).
     """
 
@@ -26,6 +27,13 @@ class ToolSpec:
     parameters: dict[str, Any] | None = None
     builtin: bool = False
     functions: "list[ToolSpec]" = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.builtin and self.name not in BUILTIN_FUNCTIONS:
+            raise ValueError(
+                f"ToolSpec {self.name!r} cannot be builtin: Harmony's builtin tools are "
+                f"{', '.join(map(repr, BUILTIN_FUNCTIONS))}. Declare it as a function (builtin=False)."
+            )
 
 
 Tool = Callable[..., Any] | dict[str, Any] | ToolSpec | str
