@@ -82,7 +82,7 @@ def main(script_args: RetoolArguments, args: GptOssGRPOConfig, model_args: Model
         args=args,
         train_dataset=retool.with_environment(train_problems),
         environment_factory=retool.ENVIRONMENTS,
-        reward_funcs=[retool.math_reward, retool.format_reward],
+        reward_funcs=retool.REWARDS,  # a right final answer; well-formed turns that were not cut off
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),
     )

@@ -184,7 +184,14 @@ def test_a_spelled_special_token_is_not_marked_as_one(run_dir):
 def test_every_metric_gets_its_chart_and_absent_ones_none(run_dir):
     page = Page(make_report(run_dir).read_text())
     titles = "".join(page.text[None])
-    for title in ("Reward", "Reward functions", "Entropy", "Gradient norm", "Tool calls per rollout", "Completion length"):
+    for title in (
+        "Reward",
+        "Reward functions",
+        "Entropy",
+        "Gradient norm",
+        "Tool calls per rollout",
+        "Completion length",
+    ):
         assert title in titles
     assert "my_own/metric" in titles  # unknown metrics are shown too
     assert "KL to the reference" not in titles  # this run logged none
