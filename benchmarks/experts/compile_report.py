@@ -19,7 +19,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from trl_gptoss.experts import cuda_path, kernels_gemm, kernels_route, kernels_rowwise, tuning
+from trl_gptoss.experts import (
+    cuda_path,
+    kernels_gate,
+    kernels_gemm,
+    kernels_route,
+    kernels_rowwise,
+    kernels_wgrad,
+    tiles,
+    tuning,
+)
 from trl_gptoss.experts.params import Activation, ExpertParams, Needs
 from trl_gptoss.experts.tables import TABLES
 
@@ -101,9 +110,9 @@ def main() -> None:
     table = TABLES["NVIDIA H200"] if args.arch == 90 else {}
     configs = {kernel: {rows: tuning.TileConfig(*v) for rows, v in entry.items()} for kernel, entry in table.items()}
     tuning._table = lambda index: (configs, args.arch >= 90)
-    kernels_gemm._processors = lambda device: 132
-    kernels_gemm._can_describe = lambda matrix: args.arch >= 90
-    for module in (kernels_gemm, kernels_route, kernels_rowwise):
+    tiles.processors = lambda device: 132
+    tiles.can_describe = lambda matrix: args.arch >= 90
+    for module in (kernels_gate, kernels_gemm, kernels_route, kernels_rowwise, kernels_wgrad):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             setattr(module, name, Compiled(getattr(module, name)))
     for tokens in args.tokens:

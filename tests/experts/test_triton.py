@@ -130,12 +130,12 @@ def test_tiles_over_tokens_sum_the_parameter_gradients(monkeypatch: pytest.Monke
 @runnable
 @pytest.mark.parametrize("store", [False, True])
 def test_tensor_descriptors(monkeypatch: pytest.MonkeyPatch, store: bool) -> None:
-    from trl_gptoss.experts import cuda_path, kernels_gemm
+    from trl_gptoss.experts import cuda_path, tiles
     from trl_gptoss.experts.tuning import TileConfig
 
     if not GPU:  # the interpreter emulates descriptors on the CPU
         aligned = lambda m: m.stride(1) == 1 and m.stride(0) * m.element_size() % 16 == 0  # noqa: E731
-        monkeypatch.setattr(kernels_gemm, "_can_describe", aligned)
+        monkeypatch.setattr(tiles, "can_describe", aligned)
     config = TileConfig(64 if GPU else 16, 32, 16, 4, 2, 2, 1, tma=True, tma_store=store, presort=store)
     monkeypatch.setattr(cuda_path, "tile_config", lambda *arguments: config)
     compare(case(37, 2, 3, 64, 48, 0, "foreign"), 2e-5)
@@ -159,8 +159,8 @@ def test_sort_is_stable_and_drops_foreign_experts(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_activation_backward_of_packed_pairs(dtype: torch.dtype) -> None:
     from trl_gptoss.experts import torch_path
+    from trl_gptoss.experts.kernels_gate import gate_backward
     from trl_gptoss.experts.kernels_route import sort_by_expert
-    from trl_gptoss.experts.kernels_rowwise import gate_backward
     from trl_gptoss.experts.params import Activation
 
     index = torch.randint(0, 3, (50, 2), generator=torch.Generator().manual_seed(0)).to(DEVICE)

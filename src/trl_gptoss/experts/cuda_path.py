@@ -10,10 +10,13 @@ expert read a sorted copy.
 
 import torch
 
-from .kernels_gemm import PAD, grouped_gemm, grouped_wgrad
+from .kernels_gate import gate_backward
+from .kernels_gemm import grouped_gemm
 from .kernels_route import sort_by_expert
-from .kernels_rowwise import combine, gate_backward, gather_rows, padded_rows, router_gradient, sum_tiles
+from .kernels_rowwise import combine, gather_rows, router_gradient, sum_tiles
+from .kernels_wgrad import grouped_wgrad
 from .params import Activation, ExpertParams, Gradients, Needs, Saved
+from .tiles import PAD, padded_rows
 from .tuning import low_rank_config, low_rank_wgrad_config, tile_config
 
 # Rows of the second product wait in a buffer until the k rows of a token are summed. Wide inputs do it in blocks of

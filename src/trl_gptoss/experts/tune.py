@@ -5,9 +5,11 @@ from pathlib import Path
 
 import torch
 
-from .kernels_gemm import grouped_gemm, grouped_wgrad
+from .kernels_gemm import grouped_gemm
 from .kernels_route import sort_by_expert
-from .kernels_rowwise import gather_rows, padded_rows
+from .kernels_rowwise import gather_rows
+from .kernels_wgrad import grouped_wgrad
+from .tiles import padded_rows
 from .tuning import KERNELS, TileConfig, bucket, candidates, measure, save_configs
 
 Launch = Callable[[TileConfig], None]
