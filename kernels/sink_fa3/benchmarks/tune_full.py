@@ -21,7 +21,11 @@ SIZES = ((8192, 8), (8192, 1), (32768, 8), (32768, 1))  # tokens, sequences
 FA4 = {(8192, 1): (1.09, 2.86), (8192, 8): (0.238, 0.630), (32768, 1): (16.4, 41.7), (32768, 8): (2.38, 6.66)}
 
 
-def verdict(name: str, x: torch.Tensor, ref: torch.Tensor, low: torch.Tensor) -> tuple[bool, str]:
+def verdict(name: str, x: torch.Tensor, all_ref: dict, all_low: dict, dtype: torch.dtype) -> tuple[bool, str]:
+    if name == "dsinks":
+        ok, units = oracle.sinks_agree(x, all_ref, dtype)
+        return ok, f"dsinks {units:.2f} units"
+    ref, low = all_ref[name], all_low[name]
     if name == "lse":
         finite = ref.isfinite()
         error = ((x[finite] - ref[finite]).abs() / (1 + ref[finite].abs())).max().item() if finite.any() else 0.0
@@ -45,7 +49,7 @@ def check(lib: Raw, fwd_variants: list[int], bwd_variants: list[int]) -> int:
         args = (q, k, v, s, lq, lk, c["causal"], c["window"], scale, do)
         ref = oracle.attention(*args)
         low = oracle.attention(*args, dtype=torch.float32, bf16_like=c["dtype"])
-        low = {n: x if n in ("lse", "dsinks") else x.to(c["dtype"]) for n, x in low.items()}
+        low = {n: x if n in ("lse", "dsinks", "dsinks_scale") else x.to(c["dtype"]) for n, x in low.items()}
         runs = [(f"f{n}", ("out", "lse"), lib.fwd(q, k, v, s, *tail, variant=n)) for n in fwd_variants]
         out, lse = ref["out"].to(c["dtype"]), ref["lse"].float()
         for n, det in itertools.product(bwd_variants, (False, True)):
@@ -55,7 +59,7 @@ def check(lib: Raw, fwd_variants: list[int], bwd_variants: list[int]) -> int:
         torch.cuda.synchronize()
         tag = " ".join(f"{n}={x}" for n, x in c.items() if x != case([1])[n])
         for label, names, res in runs:
-            verdicts = [verdict(n, x, ref[n], low[n]) for n, x in zip(names, res)]
+            verdicts = [verdict(n, x, ref, low, c["dtype"]) for n, x in zip(names, res)]
             ok = all(good for good, _ in verdicts)
             bad += not ok
             print("ok  " if ok else "FAIL", label, *(text for _, text in verdicts), "|", tag, flush=True)

@@ -37,6 +37,9 @@ def attention(
 ) -> dict[str, torch.Tensor]:
     """q (total_q, H, D), k/v (total_k, KV, D) -> out, lse (H, total_q) and, with dout, dq, dk, dv, dsinks, all in `dtype`.
 
+    "dsinks_scale" is the root sum of squares of P_sink |dO_i| |O_i|: dsinks itself is a sum of terms of either sign whose
+    rounding errors are relative to these, so that an error relative to dsinks says little (0.1 % or 100 % by chance).
+
     `bf16_like` rounds P and dS to that dtype before the products, as a fused kernel must: the same-dtype PyTorch formula
     whose error a kernel's error is compared with.
     """
@@ -52,6 +55,7 @@ def attention(
     if dout is not None:
         res |= {n: torch.zeros(x.shape, dtype=dtype, device=q.device) for n, x in (("dq", q), ("dk", k), ("dv", v))}
         res["dsinks"] = torch.zeros(heads, dtype=dtype, device=q.device)
+        res["dsinks_scale"] = torch.zeros(heads, dtype=dtype, device=q.device)
     s = torch.full((heads,), -torch.inf, dtype=dtype, device=q.device) if sinks is None else sinks.to(dtype)
     a = b = 0
     for lq, lk in zip(lens_q, lens_k, strict=True):
@@ -79,6 +83,11 @@ def attention(
             res["dv"][rk, h // group] += low(p).T @ do
             sink_p = torch.where(lse.isfinite(), (s[h] - torch.where(lse.isfinite(), lse, 0.0)).exp(), 0.0)
             res["dsinks"][h] -= (sink_p * delta).sum()
+            smallest = 8 * torch.finfo(q.dtype).smallest_normal  # of a row of 64: fp16 rounds smaller ones absolutely
+            size = sink_p * do.norm(dim=1) * res["out"][rq, h].norm(dim=1).clamp_min(smallest)
+            res["dsinks_scale"][h] += (size**2).sum()
+    if dout is not None:
+        res["dsinks_scale"] = res["dsinks_scale"].sqrt()
     return res
 
 
@@ -89,3 +98,14 @@ def relative(x: torch.Tensor, ref: torch.Tensor) -> float:
         if ref.norm()
         else x.double().norm().item()
     )
+
+
+def sinks_agree(x: torch.Tensor, ref: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple[bool, float]:
+    """Whether dsinks is right to 0.4 units of rounding of `dtype` of its scale, and the largest error in those units.
+
+    0.05 to 0.18 is typical of a kernel that rounds P and O to `dtype`.
+    """
+    unit = torch.finfo(dtype).eps / 2
+    floor = torch.finfo(torch.float32).eps * ref["dsinks"].abs() + 1e-30
+    error = ((x.double() - ref["dsinks"]).abs() / (unit * ref["dsinks_scale"] + floor)).max().item()
+    return error <= 0.4, error
