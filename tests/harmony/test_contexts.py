@@ -165,6 +165,24 @@ def test_new_context_keeps_sampled_ids(tokenizer) -> None:
     assert ids[: len(prompt) + len(sampled)] == prompt + sampled[:-1] + [v.end]
 
 
+def test_new_context_with_new_instructions(tokenizer) -> None:
+    first, _ = training_samples(CONVERSATION, tokenizer)
+    new = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "u2"}]
+    rendered = render_prompt([*CONVERSATION[:4], *new], tokenizer)
+    assert new_context(first[0] + first[1], new, tokenizer) == rendered
+
+
+def test_new_context_after_a_missing_terminator(tokenizer) -> None:
+    """The analysis was not ended; the answer after it stays all the same."""
+    prompt = render_prompt(CONVERSATION[:1], tokenizer)
+    sampled = tokenizer.encode(
+        "<|channel|>analysis<|message|>t<|start|>assistant<|channel|>final<|message|>y<|return|>"
+    )
+    text = decode(tokenizer, new_context(prompt + sampled, CONVERSATION[4:5], tokenizer))
+    assert "<|start|>assistant<|channel|>final<|message|>y<|end|>" in text
+    assert "analysis<|message|>" not in text
+
+
 @pytest.mark.parametrize(
     ("text", "appended"),
     [

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .conversation import Conversation, HarmonyMessage
+from .conversation import Conversation, HarmonyMessage, instructions_message
 from .render import (
     generation_prompt,
     last_boundary,
@@ -105,13 +105,17 @@ def new_context(ids: list[int], messages: Iterable[dict[str, Any]], tokenizer: P
     ids = ids + render_missing_terminator(ids, tokenizer)
     kept: list[int] = []
     begin = 0
-    for i, token in enumerate(ids):
-        if token in (vocabulary.end, vocabulary.call, vocabulary.return_):
-            message = ids[begin : i + 1]
+    for i in range(1, len(ids) + 1):
+        # A message that was not terminated ends where the next one starts.
+        if ids[i - 1] in (vocabulary.end, vocabulary.call, vocabulary.return_) or ids[i : i + 1] == [vocabulary.start]:
+            message = ids[begin:i]
             if not _is_analysis(message, vocabulary):
-                kept += message[:-1] + [vocabulary.end if token == vocabulary.return_ else token]
-            begin = i + 1
-    for message in Conversation(messages, []).messages:
+                kept += message[:-1] + [vocabulary.end if message[-1] == vocabulary.return_ else message[-1]]
+            begin = i
+    conversation = Conversation(messages, [])
+    if conversation.instructions:
+        kept += render_message(instructions_message(conversation.instructions), vocabulary)
+    for message in conversation.messages:
         kept += render_message(message, vocabulary)
     return kept + generation_prompt(vocabulary)
 

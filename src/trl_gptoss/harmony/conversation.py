@@ -89,8 +89,7 @@ class Conversation:
         if role == "tool":
             return [self._tool_result(message)]
         if role in ("system", "developer"):
-            text = f"# Instructions\n\n{text_of(message)}"
-            return [HarmonyMessage(role="developer", author="developer", content=text)]
+            return [instructions_message(text_of(message))]
         if role == "user":
             return [HarmonyMessage(role=role, author=role, content=text_of(message), name=message.get("name"))]
         if _is_harmony(message):
@@ -180,6 +179,11 @@ class Conversation:
         return HarmonyMessage(
             role="tool", author=author, content=text_of(message), recipient="assistant", channel=channel
         )
+
+
+def instructions_message(text: str) -> HarmonyMessage:
+    """New instructions in the middle of a conversation."""
+    return HarmonyMessage(role="developer", author="developer", content=f"# Instructions\n\n{text}")
 
 
 def _names(recipient: str) -> tuple[str, ...]:
