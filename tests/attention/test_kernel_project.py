@@ -58,7 +58,7 @@ def test_no_word_of_torch_in_the_kernels():
             assert "#include <torch" not in path.read_text(), path.name
 
 
-@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_library_builds(tmp_path):
     """Compiles everything with nvcc; minutes."""
     try:
