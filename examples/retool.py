@@ -87,22 +87,28 @@ def main(script_args: RetoolArguments, args: GptOssGRPOConfig, model_args: Model
         quantization_config=get_quantization_config(model_args),
     )
 
-    evaluation = []
+    out = Path(args.output_dir)
+    file = out / "evaluation.json"
     resume = True if args.resume_from_checkpoint == "true" else args.resume_from_checkpoint  # "true": the last one
-    if len(held_out) and not resume:
-        evaluation.append(held_out_accuracy(trainer, held_out, "python", "before RL"))
+    rows = []
+    if resume and file.is_file():
+        rows = [row for row in json.loads(file.read_text()) if row["policy"] == "before RL"]
+    elif len(held_out) and not resume:
+        rows.append(held_out_accuracy(trainer, held_out, "python", "before RL"))
+        if trainer.is_world_process_zero():  # now, so that a run that is interrupted and resumed still has it
+            out.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(rows, indent=2) + "\n")
     trainer.train(resume_from_checkpoint=resume)
     if len(held_out):
-        evaluation.append(held_out_accuracy(trainer, held_out, "python", "after RL"))
-        evaluation.append(held_out_accuracy(trainer, held_out, "unavailable", "after RL"))
+        rows.append(held_out_accuracy(trainer, held_out, "python", "after RL"))
+        rows.append(held_out_accuracy(trainer, held_out, "unavailable", "after RL"))
 
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
-        out = Path(args.output_dir)
-        (out / "evaluation.json").write_text(json.dumps(evaluation, indent=2) + "\n")
+        file.write_text(json.dumps(rows, indent=2) + "\n")
         print(f"\n{'policy':<12}{'tool':<14}{'correct':>12}{'accuracy':>10}")
-        for row in evaluation:
+        for row in rows:
             correct = f"{row['correct']}/{row['problems']}"
             print(f"{row['policy']:<12}{row['tool']:<14}{correct:>12}{row['accuracy']:>10.3f}")
         print(f"\nreport: {make_report(out)}")

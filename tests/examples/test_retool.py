@@ -58,10 +58,14 @@ def history(out):
 def test_a_short_run_leaves_everything_behind(tmp_path):
     model = make_tiny_model(tmp_path / "model", steps=2, cache_dir=tmp_path / "cache")
     out = tmp_path / "out"
-    rows = run_example(
-        out, "--model_name_or_path", model, "--max_steps", 2, "--held_out_size", 6, "--per_device_eval_batch_size", 6,
+    small = [
+        "--model_name_or_path", model, "--held_out_size", 6, "--per_device_eval_batch_size", 6,
         "--per_device_train_batch_size", 8, "--num_generations", 4, "--max_rollout_tokens", 24,
-    )  # fmt: skip
+        "--save_strategy", "steps", "--save_steps", 1,
+    ]  # fmt: skip
+    first = run_example(out, *small, "--max_steps", 1)
+    rows = run_example(out, *small, "--max_steps", 2, "--resume_from_checkpoint", "true")
+    assert rows[0] == first[0]  # the measurement before training survives the interruption
     assert [(r["policy"], r["tool"], r["problems"]) for r in rows] == [
         ("before RL", "python", 6),
         ("after RL", "python", 6),
