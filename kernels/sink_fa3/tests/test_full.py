@@ -1,6 +1,6 @@
 """torch.ops.sink_fa3.fwd and bwd against float64 on a Hopper GPU.
 
-The library is the file named by TRL_GPTOSS_KERNELS, or build/libsink_fa3.so of this project.
+The library is the file named by SINK_FA3_LIBRARY, or build/libsink_fa3.so of this project.
 """
 
 import os
@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import case, cases, make
 
-LIBRARY = Path(os.environ.get("TRL_GPTOSS_KERNELS", Path(__file__).parents[1] / "build" / "libsink_fa3.so"))
+LIBRARY = Path(os.environ.get("SINK_FA3_LIBRARY", Path(__file__).parents[1] / "build" / "libsink_fa3.so"))
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
     pytest.mark.skipif(not hopper, reason="needs a Hopper GPU"),
