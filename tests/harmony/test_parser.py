@@ -187,6 +187,8 @@ DAMAGED = {
         anomalies=["unknown_content_type", "missing_message"],
     ),
     "message token twice": Case(FINAL.replace("<|message|>", "<|message|>" * 2), final="y", anomalies=["repeated_message"]),
+    "start and role twice": Case(THINK + "<|start|>assistant" + FINAL, final="y", anomalies=["double_start"]),
+    "role twice with a blank": Case(THINK + " assistant" + FINAL, final="y", anomalies=["repeated_role"]),
     "prose only": Case("I think<|return|>", anomalies=["missing_channel", "missing_message"]),
     "prose between messages": Case(THINK[:-18] + "blah<|start|>assistant" + FINAL, final="y", anomalies=["stray_text"]),
     "end twice": Case(THINK[:-18] + "<|end|><|start|>assistant" + FINAL, final="y", anomalies=["stray_terminator"]),

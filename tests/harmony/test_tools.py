@@ -84,6 +84,8 @@ def test_an_honest_python_tool(small_tokenizer) -> None:
         ("search", ValueError, "Unknown builtin tool 'search'"),
         ({"description": "x"}, ValueError, "needs a name"),
         ({"function": "x"}, ValueError, "needs a name"),
+        ({"name": "f", "description": 3}, ValueError, "Tool 'f' needs a description"),
+        ({"name": "f", "parameters": "{}"}, ValueError, "Tool 'f' needs a description .* and parameters"),
         (3, TypeError, "got int: 3"),
     ],
 )

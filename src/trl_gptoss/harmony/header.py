@@ -103,6 +103,9 @@ class HeaderReader:
             self._note("missing_channel_token")
             self._channels.append(word)
             return
+        if word == "assistant" and not self.header.rest:
+            self._note("repeated_role")
+            return
         if word in CONTENT_TYPES:
             self._note("misplaced_content_type")
         self._format_or_rest(section, word, position)

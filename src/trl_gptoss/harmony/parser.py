@@ -24,6 +24,8 @@ from .vocabulary import HarmonyVocabulary
 # Anomalies of a header that may only mean that the rest of it was cut off.
 _UNFINISHED = ("missing_channel", "missing_role", "empty_", "unknown_", "malformed_recipient", "invalid_recipient")
 
+_SAID_NOTHING = ([(None, "")], [(None, "assistant")])
+
 # A header that a model really writes is shorter; only used to tell a forgotten boundary from `<|channel|>` in prose.
 _LONGEST_HEADER = 64
 
@@ -182,11 +184,12 @@ class _Parser:
         """Reads one message and returns the position after it."""
         notes: list[str] = []
         position = begin + 1 if opening is Opening.START else begin
-        while position < len(self.ids) and self.ids[position] == self.v.start:
+        sections, position = self.header_sections(position, notes)
+        # `<|start|><|start|>` and `<|start|>assistant<|start|>`: nothing was said yet.
+        while self.ids[position : position + 1] == [self.v.start] and sections in _SAID_NOTHING:
             notes.append("double_start")
             opening = Opening.START
-            position += 1
-        sections, position = self.header_sections(position, notes)
+            sections, position = self.header_sections(position + 1, notes)
         opened = position < len(self.ids) and self.ids[position] == self.v.message
         if not opened and len(sections) == 1 and opening is not Opening.START:
             return self.prose(begin, position, sections[0][1], opening)

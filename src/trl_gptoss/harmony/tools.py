@@ -29,6 +29,11 @@ class ToolSpec:
     functions: "list[ToolSpec]" = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.description, str) or not isinstance(self.parameters, dict | None):
+            raise ValueError(
+                f"Tool {self.name!r} needs a description (str) and parameters (a JSON schema as dict, or None); got "
+                f"{self.description!r} and {self.parameters!r}."
+            )
         if self.builtin and self.name not in BUILTIN_FUNCTIONS:
             raise ValueError(
                 f"ToolSpec {self.name!r} cannot be builtin: Harmony's builtin tools are "
