@@ -27,6 +27,8 @@ _LAZY = {
     "ToolOutput": "environments",
     "math_reward": "rewards",
     "format_reward": "rewards",
+    "rollout_correction": "correction",
+    "RolloutCorrection": "correction",
     "sink_attention": "attention",
     "fused_elementwise": "experts",
 }
@@ -35,6 +37,7 @@ __all__ = sorted(_LAZY)
 
 if TYPE_CHECKING:
     from .attention import sink_attention
+    from .correction import RolloutCorrection, rollout_correction
     from .environments import Environment, OpenEnvEnvironment, PythonTool, ToolOutput
     from .experts import fused_elementwise
     from .rewards import format_reward, math_reward
