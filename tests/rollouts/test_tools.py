@@ -174,6 +174,12 @@ def test_output_is_cut_to_the_limit_with_a_notice(length):
     assert clip_output(cut, 100) == cut
 
 
+def test_results_can_be_encoded_and_stored():
+    """A lone surrogate has no UTF-8 form: TRL's table of completions could not be written."""
+    result, _ = run_one(lambda: "a\ud800b \ud83d\ude80", call())
+    assert result.text == "a\ufffdb \U0001f680"
+
+
 def test_error_texts_are_cut_too():
     result, _ = run_one(raising(ValueError("y" * 5000)), call(), limit=200)
     assert len(result.text) <= 200 and result.failed

@@ -26,6 +26,15 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     return {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
+def well_formed(text: str) -> str:
+    """`text` with U+FFFD for lone surrogates, which have no UTF-8 form: nothing could encode or store them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
 def is_harmony(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether every control token of Harmony is a special token of `tokenizer`. Nothing else decides."""
     return set(CONTROL_TOKENS) <= _special_tokens(tokenizer).keys()
@@ -91,11 +100,7 @@ class HarmonyVocabulary:
 
         Lone surrogates, which have no UTF-8 form, become U+FFFD.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        ids = self._encoder.encode(text, add_special_tokens=False).ids
+        ids = self._encoder.encode(well_formed(text), add_special_tokens=False).ids
         if not self.control_ids.isdisjoint(ids):
             raise RuntimeError(
                 f"The tokenizer's model itself produces control ids ({sorted(self.control_ids.intersection(ids))}) for "

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..environments import ToolOutput
+from ..harmony.vocabulary import well_formed
 from ..trajectory import ToolResult
 
 GRACE = 1.0  # seconds
@@ -117,7 +118,8 @@ class ToolRunner:
             toolbox.hung = True
             text = f"error: {call.name} timed out after {toolbox.timeout:g} s"
             result = ToolResult(name=call.name, arguments=shown, text=text, failed=True, timed_out=True)
-        result.text = clip_output(result.text, self.output_limit)
+        # What has no UTF-8 form would stop the run when the completions are stored.
+        result.text = clip_output(well_formed(result.text), self.output_limit)
         result.seconds = seconds
         return result
 
