@@ -250,11 +250,27 @@ def test_a_failure_inside_the_optimizer_step_saves_nothing(tmp_path):
     assert list(tmp_path.glob("checkpoint-*")) == []
 
 
-def test_no_checkpoints_where_none_are_wanted(tmp_path):
-    trainer = build(tmp_path, save_strategy="no", callbacks=[FailAt("step begin", raise_error)])
+@pytest.mark.parametrize(("failure", "raised"), [(raise_error, OSError), (interrupt, KeyboardInterrupt)])
+def test_a_run_without_checkpoints_leaves_one_when_it_fails(tmp_path, tmp_path_factory, failure, raised):
+    straight = straight_run(tmp_path_factory, **CASES["with accumulation"])
+    settings = {**CASES["with accumulation"], "save_strategy": "no"}
+    with pytest.raises(raised):
+        build(tmp_path, callbacks=[FailAt("accumulation", failure)], **settings).train()
+    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+    resumed = build(tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(resumed, straight)
+    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]  # none where nothing failed
+
+
+def test_a_checkpoint_of_an_earlier_run_in_the_same_folder_is_not_taken_for_ones_own(tmp_path):
+    build(tmp_path, max_steps=4, save_steps=4, seed=1).train()
+    before = torch.load(tmp_path / "checkpoint-4/optimizer.pt", weights_only=False)
     with pytest.raises(OSError):
-        trainer.train()
-    assert list(tmp_path.glob("checkpoint-*")) == []
+        build(tmp_path, save_strategy="no", callbacks=[FailAt("step begin", raise_error)]).train()
+    after = torch.load(tmp_path / "checkpoint-4/optimizer.pt", weights_only=False)
+    moments = [state["state"][0]["exp_avg"] for state in (before, after)]
+    assert not torch.equal(*moments)
 
 
 def test_only_whole_checkpoints_are_resumed_from(tmp_path):

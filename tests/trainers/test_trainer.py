@@ -1,6 +1,7 @@
 """The trainer around the loop: what reaches the loss, the reward functions, the logs and the disk."""
 
 import asyncio
+import functools
 import json
 import math
 import random
@@ -314,14 +315,56 @@ def test_an_environment_that_hangs_is_not_used_again(tmp_path, monkeypatch):
 
 
 def test_the_python_tool_is_built_from_the_configuration(tmp_path):
-    args = config(tmp_path, executor="unsafe_subprocess", tool_timeout=3.0, tool_output_limit=100)
+    args = config(tmp_path, executor="unsafe_subprocess", tool_timeout=3.0, tool_output_limit=200)
     tool = bind_environments(PythonTool, args)()
-    assert (tool.tool_timeout, tool.tool_output_limit) == (3.0, 100)
+    assert (tool.tool_timeout, tool.tool_output_limit) == (3.0, 200)
+    assert type(tool._executor).__name__ == "UnsafeSubprocessExecutor"
     bound = bind_environments({"a": PythonTool, "b": Counter}, args)
     assert bound["a"]().tool_timeout == 3.0 and bound["b"] is Counter
     assert bind_environments(None, args) is None
     with pytest.raises(ValueError, match="nowhere"):
         bind_environments(PythonTool, config(tmp_path, executor="nowhere"))()
+
+
+def test_partials_of_the_python_tool_take_what_they_do_not_set(tmp_path):
+    class Named(functools.partial):
+        """Partials of a partial's subclass stay nested."""
+
+    class Bare(PythonTool):
+        def __init__(self, tool_timeout):
+            super().__init__(stateful=True, executor="unsafe_subprocess", tool_timeout=tool_timeout)
+
+    args = config(tmp_path, executor="unsafe_subprocess", tool_timeout=3.0, tool_output_limit=200)
+    for outer in (functools.partial, Named):
+        inner = Named(PythonTool, stateful=True, tool_timeout=7.0)
+        tool = bind_environments({"a": outer(inner, tool_output_limit=300)}, args)["a"]()
+        assert (tool.stateful, tool.tool_timeout, tool.tool_output_limit) == (True, 7.0, 300)
+        assert type(tool._executor).__name__ == "UnsafeSubprocessExecutor"
+    assert bind_environments(Bare, args)().tool_timeout == 3.0
+    counter = bind_environments(functools.partial(Counter), args)()
+    assert isinstance(counter, Counter)
+
+
+def test_the_environments_own_output_limit_goes_before_the_configured_one(tmp_path):
+    class Long(Environment):
+        tool_output_limit = 600
+
+        def talk(self) -> str:
+            """Talks."""
+            return "x" * 1000
+
+    def script(prompt, rng):
+        return WRITE.final("x") if tool_results(prompt) else WRITE.call("talk")
+
+    shown = []
+
+    def reward(trajectories, **kwargs):
+        shown.extend(len(r.text) for t in trajectories for r in t.tool_results)
+        return [0.0] * len(trajectories)
+
+    settings = {"environment_factory": Long, "max_rollout_tokens": 900, "max_steps": 1}
+    build(tmp_path, reward, script=script, tool_output_limit=200, **settings).train()
+    assert set(shown) == {600}
 
 
 def test_a_builtin_tool_runs_the_text_of_the_call(tmp_path):

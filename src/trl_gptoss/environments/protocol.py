@@ -69,6 +69,8 @@ class Environment:
         done (`bool`): set to `True` by a tool to end the episode after this call; `reset` sets it back.
         tool_timeout (`float` or `None`): seconds after which the rollout loop gives up on one call of a tool and goes
             on with a timeout as the result. `None`: the trainer's `tool_timeout`.
+        tool_output_limit (`int` or `None`): most characters of one result that the policy is shown. `None`: the
+            trainer's `tool_output_limit`.
         builtin_tools (`tuple[str, ...]`, class attribute): tools shown to Harmony models as builtin tools, which take
             one raw text argument instead of JSON (such as `python`).
     """
@@ -76,6 +78,7 @@ class Environment:
     builtin_tools: tuple[str, ...] = ()
     done: bool = False
     tool_timeout: float | None = None
+    tool_output_limit: int | None = None
 
     def reset(self, **kwargs: Any) -> str | None:
         """Start a new rollout.

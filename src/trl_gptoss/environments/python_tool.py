@@ -22,6 +22,8 @@ def _unsafe_subprocess(**options: Any) -> Executor:
 register_executor("bubblewrap", _bubblewrap)
 register_executor("unsafe_subprocess", _unsafe_subprocess)
 
+MINIMUM_OUTPUT_LIMIT = 128  # characters; the longest notices have room in it
+
 
 class PythonTool(Environment):
     """A Python interpreter for the policy. Pass the class, or `functools.partial(PythonTool, ...)`, as
@@ -34,10 +36,12 @@ class PythonTool(Environment):
         tool_timeout (`float`, *optional*, defaults to 10.0): seconds of wall-clock and of CPU time for one call.
         tool_output_limit (`int`, *optional*, defaults to 8192): most characters of one result, notices included.
         packages (`Sequence[str]`, *optional*): installed distributions that the code may import besides the standard
-            library.
-        memory_limit_mb (`int`, *optional*, defaults to 1024): memory of one interpreter, in MiB.
+            library. An option of the executor: set it there if `executor` is an instance.
+        memory_limit_mb (`int`, *optional*): memory of one interpreter, in MiB; the executor's 1024 if not given. An
+            option of the executor, too.
 
     Raises:
+        `ValueError`: a limit is too small, or options together with an executor instance.
         `ExecutorUnavailable`: the executor cannot isolate on this machine.
     """
 
@@ -51,15 +55,21 @@ class PythonTool(Environment):
         tool_timeout: float = 10.0,
         tool_output_limit: int = 8192,
         packages: Sequence[str] = (),
-        memory_limit_mb: int = 1024,
+        memory_limit_mb: int | None = None,
     ) -> None:
         if tool_timeout <= 0:
             raise ValueError(f"tool_timeout is {tool_timeout}; it must be a positive number of seconds.")
-        if tool_output_limit < 128:
-            raise ValueError(f"tool_output_limit is {tool_output_limit} characters; it must be at least 128.")
-        options = {}
-        if isinstance(executor, str):
-            options = {"packages": tuple(packages), "memory_limit_mb": memory_limit_mb}
+        if tool_output_limit < MINIMUM_OUTPUT_LIMIT:
+            raise ValueError(
+                f"tool_output_limit is {tool_output_limit} characters; it must be at least {MINIMUM_OUTPUT_LIMIT}."
+            )
+        if isinstance(packages, str):
+            raise ValueError(f"packages is the string {packages!r}; pass a sequence of names, such as ({packages!r},).")
+        options: dict[str, Any] = {}  # an executor of the user's own need not know any
+        if packages:
+            options["packages"] = tuple(packages)
+        if memory_limit_mb is not None:
+            options["memory_limit_mb"] = memory_limit_mb
         self.stateful = stateful
         self.tool_timeout = tool_timeout
         self.tool_output_limit = tool_output_limit

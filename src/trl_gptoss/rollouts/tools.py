@@ -46,12 +46,14 @@ class Toolbox:
     functions (`dict[str, Callable]`): by name; plain functions or coroutine functions.
     declared (`list`): the same tools in the form in which the turn format declares them to the policy.
     timeout (`float` or `None`): wall-clock limit of one call in seconds, `None` for no limit.
+    output_limit (`int` or `None`): most characters of one result, `None` for the runner's limit.
     hung (`bool`): set once a call was abandoned; later calls are refused.
     """
 
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
     declared: list[Any] = field(default_factory=list)
     timeout: float | None = None
+    output_limit: int | None = None
     hung: bool = False
 
 
@@ -67,7 +69,7 @@ class ToolRunner:
     """Runs the pending calls of many rollouts at once.
 
     Args:
-        output_limit (`int`): most characters of one result that the policy is shown.
+        output_limit (`int`): most characters of one result that the policy is shown, where its toolbox sets no limit.
         max_concurrent (`int`): most calls that run at the same time.
         event_loop (`asyncio.AbstractEventLoop`, *optional*): a running loop for coroutine functions; needed only if
             a toolbox has any.
@@ -100,11 +102,10 @@ class ToolRunner:
 
     def _run_one(self, toolbox: Toolbox, call: ToolCall, slots: threading.Semaphore) -> ToolResult:
         shown = call.raw_arguments if call.raw or call.arguments is None else call.arguments
+        limit = self.output_limit if toolbox.output_limit is None else toolbox.output_limit
         refusal = self._refuse(toolbox, call)
         if refusal is not None:
-            return ToolResult(
-                name=call.name, arguments=shown, text=clip_output(refusal, self.output_limit), failed=True
-            )
+            return ToolResult(name=call.name, arguments=shown, text=clip_output(refusal, limit), failed=True)
         box: list[ToolResult] = []
         worker = threading.Thread(target=self._call_into, args=(box, toolbox, call, shown), daemon=True)
         with slots:
@@ -119,7 +120,7 @@ class ToolRunner:
             text = f"error: {call.name} timed out after {toolbox.timeout:g} s"
             result = ToolResult(name=call.name, arguments=shown, text=text, failed=True, timed_out=True)
         # What has no UTF-8 form would stop the run when the completions are stored.
-        result.text = clip_output(well_formed(result.text), self.output_limit)
+        result.text = clip_output(well_formed(result.text), limit)
         result.seconds = seconds
         return result
 

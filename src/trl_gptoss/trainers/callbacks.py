@@ -6,7 +6,10 @@ from transformers import ProgressCallback, TrainerControl, TrainerState, Trainin
 
 
 class RolloutProgressCallback(ProgressCallback):
-    """transformers' progress bar with the reward and the tool calls per rollout of the last log behind it."""
+    """transformers' progress bar with the reward and the tool calls per rollout of the last log behind it.
+
+    The numbers of a log, forty a step, are not printed: they go to the trackers and to `trainer_state.json`.
+    """
 
     SHOWN = {"reward": "reward", "tools/call_frequency": "tools", "completions/truncated_frequency": "truncated"}
 
@@ -18,7 +21,6 @@ class RolloutProgressCallback(ProgressCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        super().on_log(args, state, control, logs=logs, **kwargs)
         if state.is_world_process_zero and self.training_bar is not None and logs is not None:
             shown = {short: logs[name] for name, short in self.SHOWN.items() if logs.get(name) is not None}
             if shown:

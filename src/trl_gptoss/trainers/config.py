@@ -6,6 +6,7 @@ from typing import Literal
 
 from trl import GRPOConfig
 
+from ..environments.python_tool import MINIMUM_OUTPUT_LIMIT
 from .schedule import check_on_policy_schedule
 
 _TRL_MAX_COMPLETION_LENGTH = GRPOConfig.__dataclass_fields__["max_completion_length"].default
@@ -31,11 +32,13 @@ class GptOssGRPOConfig(GRPOConfig):
             Most tokens of one rollout after the prompt, tool results included. The same as `max_completion_length`,
             of which it is enough to set one.
         executor (`str`, *optional*, defaults to `"bubblewrap"`):
-            Where the code of the policy runs, if `environment_factory` is [`PythonTool`] or a class derived from it.
+            Where the code of the policy runs, if `environment_factory` is [`PythonTool`], a class derived from it, or
+            a `functools.partial` of one that sets no executor itself.
         tool_timeout (`float`, *optional*, defaults to `10.0`):
             Wall-clock limit of one tool call in seconds, where the environment sets no `tool_timeout` of its own.
         tool_output_limit (`int`, *optional*, defaults to `8192`):
-            Most characters of one tool result that the policy is shown, the notice of the cut included.
+            Most characters of one tool result that the policy is shown, the notice of the cut included; at least 128.
+            Where the environment sets no `tool_output_limit` of its own.
         max_concurrent_tools (`int`, *optional*, defaults to `32`):
             Most tool calls that one process runs at the same time.
         reasoning_effort (`str`, *optional*, defaults to `"medium"`):
@@ -46,6 +49,8 @@ class GptOssGRPOConfig(GRPOConfig):
             resumed run on the same prompts.
         log_trajectories (`int`, *optional*, defaults to `4`):
             Sampled rollouts written to `OUTPUT_DIR/trajectories.jsonl` at each logging step. `0` writes none.
+        log_completions_steps (`int`, *optional*, defaults to `1`):
+            With `log_completions`, conversations are printed at those logging steps that are a multiple of it.
         router_aux_loss_coef (`float`, *optional*, defaults to `0.0`):
             Weight of the router's load-balancing loss. TRL takes the model config's value, which is 0.9 for GPT-OSS.
     """
@@ -81,7 +86,7 @@ class GptOssGRPOConfig(GRPOConfig):
     )
     tool_output_limit: int = field(
         default=8192,
-        metadata={"help": "Most characters of one tool result that the policy is shown."},
+        metadata={"help": "Most characters of one tool result that the policy is shown, unless the environment sets its own."},
     )
     max_concurrent_tools: int = field(
         default=32,
@@ -101,6 +106,10 @@ class GptOssGRPOConfig(GRPOConfig):
         default=4,
         metadata={"help": "Rollouts written to OUTPUT_DIR/trajectories.jsonl at each logging step; 0 for none."},
     )
+    log_completions_steps: int = field(
+        default=1,
+        metadata={"help": "With `log_completions`, print at logging steps that are a multiple of it."},
+    )
     router_aux_loss_coef: float | None = field(
         default=0.0,
         metadata={"help": "Weight of the router's load-balancing loss (TRL would take 0.9 from GPT-OSS's config)."},
@@ -110,10 +119,11 @@ class GptOssGRPOConfig(GRPOConfig):
         self._unify_budgets()
         super().__post_init__()
         for name, least in (
-            ("tool_output_limit", 64),
+            ("tool_output_limit", MINIMUM_OUTPUT_LIMIT),
             ("max_concurrent_tools", 1),
             ("on_policy_check_steps", 0),
             ("log_trajectories", 0),
+            ("log_completions_steps", 1),
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}.")

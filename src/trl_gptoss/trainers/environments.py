@@ -8,19 +8,26 @@ from trl.trainer.grpo_trainer import EnvironmentFactory
 from ..environments import PythonTool
 from .config import GptOssGRPOConfig
 
+_SETTINGS = ("executor", "tool_timeout", "tool_output_limit")
+
 
 def bind_environments(
     factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None, args: GptOssGRPOConfig
 ) -> EnvironmentFactory | dict[str, EnvironmentFactory] | None:
     """Bind `executor`, `tool_timeout` and `tool_output_limit` where the factory is a `PythonTool` class.
 
-    Subclasses take part if their constructor hands keyword arguments on. Every other factory (a function, a
-    `functools.partial`, another class) was configured by whoever made it and comes back unchanged.
+    They are defaults: what a `functools.partial(PythonTool, ...)` sets itself goes before. A subclass gets those that
+    its constructor takes (or hands on as keyword arguments). Every other factory (a function, another class) was
+    configured by whoever made it and comes back unchanged.
     """
     if isinstance(factory, dict):
         return {name: bind_environments(each, args) for name, each in factory.items()}
+    if isinstance(factory, functools.partial):
+        bound = bind_environments(factory.func, args)
+        return functools.partial(bound, *factory.args, **factory.keywords)
     if not (inspect.isclass(factory) and issubclass(factory, PythonTool)):
         return factory
-    return functools.partial(
-        factory, executor=args.executor, tool_timeout=args.tool_timeout, tool_output_limit=args.tool_output_limit
-    )
+    parameters = inspect.signature(factory).parameters.values()
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    taken = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    return functools.partial(factory, **{name: getattr(args, name) for name in _SETTINGS if takes_all or name in taken})

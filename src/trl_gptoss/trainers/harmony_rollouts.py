@@ -88,13 +88,13 @@ class HarmonyRollouts:
 
     def _toolbox(self, functions: dict[str, Callable[..., Any]], environment: Any) -> Toolbox:
         """Built-in tools are declared by their Harmony name, the others by their signature."""
-        timeout, builtin = self.args.tool_timeout, ()
+        timeout, builtin, output_limit = self.args.tool_timeout, (), None
         if isinstance(environment, Environment):
-            builtin = environment.builtin_tools
+            builtin, output_limit = environment.builtin_tools, environment.tool_output_limit
             if environment.tool_timeout is not None:
                 timeout = environment.tool_timeout
         declared = [name if name in builtin else function for name, function in functions.items()]
-        return Toolbox(functions=functions, declared=declared, timeout=timeout)
+        return Toolbox(functions=functions, declared=declared, timeout=timeout, output_limit=output_limit)
 
     def _render(self, messages: list[dict[str, Any]], toolbox: Toolbox, effort: str) -> list[int]:
         if not is_conversational({"prompt": messages}):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from trl import GRPOTrainer
 
 from .checkpointing import LoopState, RandomState, is_complete, last_complete_checkpoint, loop_state_path
@@ -26,6 +26,7 @@ class ResumableMixin(GRPOTrainer):
 
     _snapshot: tuple[int, LoopState, RandomState] | None = None
     _optimizer_is_stepping: bool = False
+    _saved_steps: set[int] = frozenset()  # of this run
 
     def train(
         self,
@@ -36,6 +37,8 @@ class ResumableMixin(GRPOTrainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir, self.args.world_size)
         self._interruption = Interruption(single_process=self.args.world_size == 1)
+        self._snapshot = None
+        self._saved_steps = set()
         watch = _StepWatch(self)
         self.add_callback(watch)
         try:
@@ -123,7 +126,7 @@ class ResumableMixin(GRPOTrainer):
 
     def _save_last_step(self, error: BaseException) -> None:
         """After a failure: a checkpoint of the last finished optimizer step, unless there is one or cannot be one."""
-        if self.args.save_strategy == SaveStrategy.NO or self._snapshot is None:
+        if self._snapshot is None:
             return
         step, loop_state, random_state = self._snapshot
         name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
@@ -138,7 +141,8 @@ class ResumableMixin(GRPOTrainer):
                 f"{reason}, in the middle of the next one: the weights are no checkpoint. Resume from the last."
             )
             return
-        if is_complete(Path(self.args.output_dir) / name, self.args.world_size):
+        # An earlier run may have left a checkpoint of this name in the folder.
+        if step in self._saved_steps and is_complete(Path(self.args.output_dir) / name, self.args.world_size):
             logger.error(f"{reason}: {name} is complete, resume from it with resume_from_checkpoint=True.")
             return
         self.model.train()
@@ -179,8 +183,11 @@ class _StepWatch(TrainerCallback):
         if args.world_size > 1:
             trainer._interruption.requested = trainer._agree_on_signal(trainer._interruption.requested)
         if trainer._interruption.requested is not None:
-            control.should_save = args.save_strategy != SaveStrategy.NO
+            control.should_save = True  # save_strategy="no" wants no regular ones; what was learned is not lost
             control.should_training_stop = True
         else:
             trainer._interruption.deferred = False
         return control
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.trainer._saved_steps.add(state.global_step)

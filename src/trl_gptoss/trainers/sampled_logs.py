@@ -36,7 +36,8 @@ class SampledLogs:
     """Keeps the rollouts of the last generation batch until they are logged.
 
     Args:
-        args ([`GptOssGRPOConfig`]): `log_trajectories`, `log_completions`, `num_completions_to_print`, `output_dir`.
+        args ([`GptOssGRPOConfig`]): `log_trajectories`, `log_completions`, `log_completions_steps`,
+            `num_completions_to_print`, `output_dir`.
         tokenizer (`PreTrainedTokenizerBase`): decodes for people.
         enabled (`bool`): whether there are trajectories at all.
     """
@@ -62,7 +63,7 @@ class SampledLogs:
                 self.file.append([self._record(step, i, r) for i, r in sampled])
             except OSError as error:  # a full disk costs the log, not the run
                 logger.warning(f"No trajectories of step {step} were written to {self.file.path}: {error}")
-        if self.args.log_completions:
+        if self.args.log_completions and step % self.args.log_completions_steps == 0:
             limit = self.args.num_completions_to_print
             for _, rollout in _spread(rollouts, len(rollouts) if limit is None else limit):
                 self._print(step, rollout)
