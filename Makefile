@@ -26,10 +26,11 @@ lint: setup-dev
 	.venv/bin/lint-imports
 
 test: lint
-	$(PY) -m pytest -q -m "not slow" --markdown-docs tests docs README.md $(ARGS)
+	$(PY) -m pytest -q --markdown-docs docs README.md
+	$(PY) -m pytest -q -m "not slow" $(ARGS)
 
 test-slow: lint
-	$(PY) -m pytest -q -m "slow" tests $(ARGS)
+	$(PY) -m pytest -q -m "slow" $(ARGS)
 
 constraints: setup-dev
 	{ head -2 constraints.txt; $(PY) -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.new
