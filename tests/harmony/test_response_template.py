@@ -98,6 +98,8 @@ def test_thinking_and_content(with_ours) -> None:
         '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|end|>',
         '<|channel|>commentary to=functions.f<|message|>{"a": 1}<|end|><|start|>assistant<|channel|>final<|message|>y<|return|>',
         "<|channel|>commentary to=assistant<|message|>{}<|call|>",
+        "<|channel|>commentary to=user<|message|>{}<|call|>",
+        "<|channel|>commentary to=functions<|message|>{}<|call|>",
         "<|channel|>commentary<|message|>{}<|call|>",
     ],
 )
@@ -105,6 +107,11 @@ def test_what_must_not_run_does_not(text: str, with_ours) -> None:
     ids = with_ours.encode(text)
     assert calls_of_ours(ids, with_ours) == []
     assert calls_of_trl(ids, with_ours) == []
+
+
+def test_a_function_may_bear_the_name_of_a_role(with_ours) -> None:
+    ids = with_ours.encode("<|channel|>commentary to=functions.user<|message|>{}<|call|>")
+    assert calls_of_trl(ids, with_ours) == calls_of_ours(ids, with_ours) == [("user", {})]
 
 
 def test_several_calls(with_ours) -> None:

@@ -2,7 +2,7 @@ from typing import Literal
 
 import pytest
 
-from trl_gptoss.harmony import ToolSpec, render_prompt, tool_name, tool_spec
+from trl_gptoss.harmony import ToolSpec, parse, render_prompt, tool_name, tool_spec
 
 
 def weather(city: str, unit: Literal["c", "f"] = "c", days: int | None = None) -> str:
@@ -123,6 +123,22 @@ CALL_A = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "
 def test_bad_messages(messages, message, small_tokenizer) -> None:
     with pytest.raises(ValueError, match=message):
         render_prompt(messages, small_tokenizer)
+
+
+@pytest.mark.parametrize("tools", ["python", {"name": "f"}, ToolSpec(name="f", description="x")])
+def test_one_tool_is_no_list(tools, small_tokenizer) -> None:
+    with pytest.raises(TypeError, match=r"must be a list of tools, got one .* tools=\["):
+        render_prompt([], small_tokenizer, tools)
+    with pytest.raises(TypeError, match="must be a list of tools"):
+        parse([], small_tokenizer, tools)
+
+
+def test_no_name_twice(small_tokenizer) -> None:
+    twice = [{"name": "f", "description": text} for text in "xy"]
+    with pytest.raises(ValueError, match="Two tools are called 'f'"):
+        render_prompt([], small_tokenizer, twice)
+    # A function `python` and the builtin are two tools with two addresses.
+    render_prompt([], small_tokenizer, ["python", {"name": "python"}])
 
 
 def test_only_harmonys_own_tools_are_builtin() -> None:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from .builtin_tools import BUILTIN_FUNCTIONS
 from .header import CHANNELS, CONTENT_TYPES
-from .tools import Tool, tool_name
+from .tools import Tool, listed, tool_name
 
 _NAMESPACES = re.compile(r"^(functions\.)+")
 
@@ -43,7 +43,7 @@ class KnownTools:
     """
 
     def __init__(self, tools: Iterable[Tool] | None = None):
-        self.names = None if tools is None else {tool_name(tool).removeprefix("functions.") for tool in tools}
+        self.names = None if tools is None else {tool_name(tool).removeprefix("functions.") for tool in listed(tools)}
 
     def _declared(self, name: str) -> bool:
         return self.names is not None and name in self.names

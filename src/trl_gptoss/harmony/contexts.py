@@ -25,7 +25,7 @@ from .render import (
     without_old_analysis,
 )
 from .system import DEFAULT_IDENTITY
-from .tools import Tool, tool_spec
+from .tools import Tool, tool_specs
 from .vocabulary import HarmonyVocabulary
 
 
@@ -45,7 +45,7 @@ def training_samples(
     `<|start|>assistant` after them and after `<|call|>`, where sampling stops. A conversation that no assistant message
     ends gives no sample for its last turn.
     """
-    specs = [tool_spec(tool) for tool in tools or ()]
+    specs = tool_specs(tools)
     conversation = Conversation(messages, specs)
     vocabulary = HarmonyVocabulary.of(tokenizer)
     preamble = render_preamble(conversation.instructions, vocabulary, specs, reasoning_effort, date, model_identity)

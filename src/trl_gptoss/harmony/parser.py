@@ -115,7 +115,7 @@ def parse(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase, tools: Iterabl
             environment answers with an error.
 
     Returns:
-        `ParsedTurn`. Never raises for any ids.
+        `ParsedTurn`. Never raises for any ids; `TypeError` if `tools` is not a list of tools.
     """
     return _Parser([int(i) for i in ids], HarmonyVocabulary.of(tokenizer), KnownTools(tools)).run()
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from .calls import ToolCall
 from .conversation import Conversation, HarmonyMessage, result_channel
 from .system import DEFAULT_IDENTITY, developer_text, system_text
-from .tools import Tool, ToolSpec, tool_spec
+from .tools import Tool, ToolSpec, tool_specs
 from .vocabulary import HarmonyVocabulary
 
 _CONSTRAIN = "<|constrain|>"
@@ -58,7 +58,7 @@ def render_prompt(
     Returns:
         `list[int]`, (prompt_length,). Raises `ValueError` for messages, tools or efforts it cannot render.
     """
-    specs = [tool_spec(tool) for tool in tools or ()]
+    specs = tool_specs(tools)
     conversation = Conversation(messages, specs)
     vocabulary = HarmonyVocabulary.of(tokenizer)
     ids = render_preamble(conversation.instructions, vocabulary, specs, reasoning_effort, date, model_identity)

@@ -16,10 +16,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from .header import NOT_TOOLS
 from .vocabulary import CONTROL_TOKENS, is_harmony
 
 _FORMAT = r"(?:\s*<\|constrain\|>[^<]*|\s*\w+)?\s*<\|message\|>"
-_RECIPIENT = r"to=(?:functions\.)?(?P<name>(?!assistant\b)[\w-]+(?:\.[\w-]+)*)"
+_NO_TOOL = rf"(?!(?:{'|'.join(NOT_TOOLS)})(?![\w.-]))"
+_RECIPIENT = rf"to={_NO_TOOL}(?:functions\.)?(?P<name>[\w-]+(?:\.[\w-]+)*)"
 _SAME_RECIPIENT = r"(?:\s*to=(?:functions\.)?(?P=name)(?![\w.-]))?"
 _CHANNEL = r"<\|channel\|>(?:analysis|commentary)"
 _ENDED_AS_CALL = r"(?=(?:(?!<\|(?:end|call|return|start)\|>).)*<\|(?:call|return)\|>)"

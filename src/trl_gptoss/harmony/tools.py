@@ -1,6 +1,6 @@
 """Tools in the forms that users have them in, brought into one: `ToolSpec`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,8 @@ def tool_name(tool: Tool) -> str:
         return tool.name
     if isinstance(tool, dict):
         return _function_of(tool)["name"]
+    if not callable(tool):
+        raise _no_tool(tool)
     return tool.__name__
 
 
@@ -63,6 +65,22 @@ def _function_of(schema: dict[str, Any]) -> dict[str, Any]:
             f"'parameters': ...}}}} or its inner part, got {schema!r}."
         )
     return function
+
+
+def listed(tools: Iterable[Tool]) -> list[Tool]:
+    """`tools` as a list. Raises `TypeError` for a single tool, whose letters or keys would pass for tools."""
+    if isinstance(tools, str | dict | ToolSpec) or callable(tools):
+        raise TypeError(f"tools must be a list of tools, got one {type(tools).__name__}: write tools=[{tools!r}].")
+    return list(tools)
+
+
+def tool_specs(tools: Iterable[Tool] | None) -> list[ToolSpec]:
+    """`ToolSpec`s of the tools of a prompt. Raises what `tool_spec` raises, and `ValueError` for a name given twice."""
+    specs = [tool_spec(tool) for tool in listed(tools or ())]
+    for i, spec in enumerate(specs):
+        if any((spec.name, spec.builtin) == (other.name, other.builtin) for other in specs[:i]):
+            raise ValueError(f"Two tools are called {spec.name!r}; a call could not tell them apart. Rename one.")
+    return specs
 
 
 def tool_spec(tool: Tool) -> ToolSpec:
@@ -88,11 +106,15 @@ def tool_spec(tool: Tool) -> ToolSpec:
     elif callable(tool):
         function = _function_of(get_json_schema(tool))
     else:
-        raise TypeError(
-            f"A tool is a function, a JSON schema (dict), a ToolSpec, or one of {', '.join(map(repr, BUILTIN_FUNCTIONS))}; got "
-            f"{type(tool).__name__}: {tool!r}."
-        )
+        raise _no_tool(tool)
     return _from_schema(function)
+
+
+def _no_tool(tool: Any) -> TypeError:
+    return TypeError(
+        f"A tool is a function, a JSON schema (dict), a ToolSpec, or one of {', '.join(map(repr, BUILTIN_FUNCTIONS))}; got "
+        f"{type(tool).__name__}: {tool!r}."
+    )
 
 
 def _from_schema(function: dict[str, Any]) -> ToolSpec:
