@@ -21,7 +21,7 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from trl_gptoss.environments import Environment, PythonTool
+from trl_gptoss.environments import Environment, PythonTool, not_a_tool
 from trl_gptoss.harmony import HarmonyVocabulary
 from trl_gptoss.rollouts import tools as rollout_tools
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer, loading
@@ -667,3 +667,119 @@ def test_a_rollout_function_of_the_user_goes_before_the_loop(tmp_path):
     trainer = build(tmp_path, rollout_func=rollouts, max_steps=1)
     trainer.train()
     assert trainer._engine is None and logged(trainer, "completions/mean_length") == [len(WRITE.final("x"))]
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [
+        (lambda n: None, "it returned None; expected a list of 4 numbers"),
+        (lambda n: 1.0, "it returned 1.0; expected"),
+        (lambda n: [1.0], "it returned 1 rewards; expected"),
+        (lambda n: ["a"] * n, "it returned 'a' as a reward; expected"),
+    ],
+)
+def test_what_a_reward_function_returns_is_checked(tmp_path, caplog, returned, reason):
+    trainer = build(tmp_path, lambda prompts, **kwargs: returned(len(prompts)), per_device_train_batch_size=4)
+    with pytest.raises(RuntimeError, match="failed 3 times in a row"):
+        trainer.args.max_steps = 3
+        trainer.train()
+    assert reason in caplog.text
+
+
+def test_tensors_and_missing_values_are_rewards(tmp_path):
+    trainer = build(tmp_path, lambda prompts, **kwargs: torch.arange(len(prompts)), max_steps=1)
+    trainer.train()
+    assert logged(trainer, "reward") == [3.5]
+    trainer = build(tmp_path, lambda prompts, **kwargs: [2.0, None] * (len(prompts) // 2), max_steps=1)
+    trainer.train()
+    assert logged(trainer, "reward") == [2.0]
+
+
+def test_columns_under_the_names_of_the_rollouts_are_refused(tmp_path):
+    for name in ("completions", "trajectories"):
+        with pytest.raises(ValueError, match=f"columns \\['{name}'\\].*Rename"):
+            build(tmp_path, data=rows(8, **{name: lambda i: "x"}), max_steps=1).train()
+
+
+def test_a_lone_surrogate_from_the_policy_reaches_no_file(tmp_path):
+    def echo(text: str) -> str:
+        """Repeat.
+
+        Args:
+            text: what to repeat.
+        """
+        return text
+
+    def script(prompt, rng):
+        return WRITE.final("x") if tool_results(prompt) else WRITE.call("echo", text="\ud800!")
+
+    settings = {"max_steps": 1, "log_completions": True, "num_completions_to_print": 1}
+    build(tmp_path, script=script, tools=[echo], **settings).train()
+    record = json.loads((tmp_path / "trajectories.jsonl").read_text().splitlines()[0])
+    assert record["turns"][0]["tool_results"][0]["text"] == "?!"
+    assert list((tmp_path / "completions").glob("*.parquet"))
+
+
+def test_tools_of_one_name_are_described_by_their_own_environment(tmp_path):
+    class Alpha(Environment):
+        def go(self) -> str:
+            """First description."""
+            return ""
+
+    class Beta(Environment):
+        def go(self) -> str:
+            """Second description."""
+            return ""
+
+    seen = set()
+
+    def reward(trajectories, environment, **kwargs):
+        for name, trajectory in zip(environment, trajectories):
+            text = VOCABULARY.decode(trajectory.prompt_ids)
+            seen.add((name, "First description" in text, "Second description" in text))
+        return [0.0] * len(trajectories)
+
+    prompt = [{"role": "user", "content": "the same"}]
+    data = Dataset.from_list([{"prompt": prompt, "environment": "ab"[i % 2]} for i in range(8)])
+    build(tmp_path, reward, environment_factory={"a": Alpha, "b": Beta}, data=data, max_steps=1).train()
+    assert seen == {("a", True, False), ("b", False, True)}
+
+
+def test_an_empty_prompt_is_named(tmp_path):
+    with pytest.raises(ValueError, match="holds list: '\\[\\]'"):
+        build(tmp_path, data=rows(4).map(lambda row: {"prompt": []}), max_steps=1).train()
+
+
+def test_environments_are_closed_at_the_end_and_made_anew_for_an_evaluation(tmp_path):
+    class Closing(Environment):
+        built = closed = 0
+
+        def __init__(self):
+            type(self).built += 1
+
+        def wait(self) -> str:
+            """Does nothing."""
+            return ""
+
+        @not_a_tool
+        def close(self):
+            type(self).closed += 1
+
+    trainer = build(tmp_path, environment_factory=Closing, max_steps=1, eval_dataset=rows(4), num_generations_eval=4)
+    trainer.train()
+    built = Closing.built
+    assert Closing.closed == built > 0
+    trainer.evaluate()
+    assert Closing.built > built
+
+
+def test_a_loss_that_keeps_its_log_probs_to_itself_is_no_error(tmp_path, monkeypatch):
+    def fused(this, model, inputs):
+        assert "old_per_token_logps" not in inputs
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        return model(input_ids=ids).logits.float().pow(2).mean()
+
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", fused)
+    trainer = build(tmp_path)
+    trainer.train()
+    assert logged(trainer, "on_policy/forced") == [1.0, 1.0] and logged(trainer, "on_policy/max_log_ratio") == []

@@ -64,7 +64,9 @@ class PythonTool(Environment):
                 f"tool_output_limit is {tool_output_limit} characters; it must be at least {MINIMUM_OUTPUT_LIMIT}."
             )
         if isinstance(packages, str):
-            raise ValueError(f"packages is the string {packages!r}; pass a sequence of names, such as ({packages!r},).")
+            raise ValueError(
+                f"packages is the string {packages!r}; pass a sequence of names, such as ({packages!r},)."
+            )
         options: dict[str, Any] = {}  # an executor of the user's own need not know any
         if packages:
             options["packages"] = tuple(packages)

@@ -86,7 +86,9 @@ class GptOssGRPOConfig(GRPOConfig):
     )
     tool_output_limit: int = field(
         default=8192,
-        metadata={"help": "Most characters of one tool result that the policy is shown, unless the environment sets its own."},
+        metadata={
+            "help": "Most characters of one tool result that the policy is shown, unless the environment sets its own."
+        },
     )
     max_concurrent_tools: int = field(
         default=32,

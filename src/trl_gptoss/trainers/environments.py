@@ -30,4 +30,6 @@ def bind_environments(
     parameters = inspect.signature(factory).parameters.values()
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     taken = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-    return functools.partial(factory, **{name: getattr(args, name) for name in _SETTINGS if takes_all or name in taken})
+    return functools.partial(
+        factory, **{name: getattr(args, name) for name in _SETTINGS if takes_all or name in taken}
+    )

@@ -27,6 +27,7 @@ from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id
 
 from ..attention import selftest
+from ..environments import Environment
 from ..harmony import HarmonyVocabulary, is_harmony, set_response_template
 from ..rollouts import RolloutLimits, ToolRunner
 from ..rollouts.transformers_backend import TransformersBackend
@@ -266,9 +267,21 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
         for name, pool in self._environment_pool.items():
             self._environment_pool[name] = [env for env in pool if id(env) not in hung]
 
+    def _end_environments(self) -> None:
+        """Close the pooled environments; an evaluation after the run makes new ones."""
+        if self.environments is None:
+            return
+        for name, pool in self._environment_pool.items():
+            for environment in pool:
+                if isinstance(environment, Environment):
+                    environment.close()
+            self._environment_pool[name] = []
+        self.environments = None
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         # Copies: TRL writes the trajectories into the rows, and an iterable data set may yield one object many times.
         self._rows = [dict(row) for row in inputs]
+        self._check_columns(self._rows[0])
         training = self.model.training
         with self._without_second_forward():
             output = super()._generate_and_score_completions(self._rows)
@@ -290,6 +303,16 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
         return output
 
     # ---- rewards, data, logs ----
+
+    def _check_columns(self, row: dict[str, Any]) -> None:
+        """Reward functions get the columns as keyword arguments, beside those of the rollouts."""
+        taken = {"prompts", "completions"} | ({"trajectories"} if self._engine is not None else set())
+        clash = sorted(taken.intersection(row))
+        if clash:
+            raise ValueError(
+                f"The data set has columns {clash}: reward functions get the rollouts themselves under these names. "
+                "Rename the columns."
+            )
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list, completions: list, completion_ids_list: list[list[int]]

@@ -70,10 +70,15 @@ class HarmonyRollouts:
         episodes = []
         for i, (messages, row, toolbox) in enumerate(zip(prompts, rows, boxes, strict=True)):
             effort = row.get("reasoning_effort") or self.args.reasoning_effort
-            key = repr((messages, effort, sorted(toolbox.functions)))
+            environment = environments[i] if environments is not None else None
+            # Two environment classes may describe tools of one name differently.
+            kinds = [
+                (name, tool if isinstance(tool, str) else "")
+                for name, tool in zip(toolbox.functions, toolbox.declared)
+            ]
+            key = repr((messages, effort, id(type(environment)), kinds))
             if key not in rendered:
                 rendered[key] = self._render(messages, toolbox, effort)
-            environment = environments[i] if environments is not None else None
             episodes.append(
                 Episode(
                     trajectory=Trajectory(prompt_ids=list(rendered[key])),
@@ -97,7 +102,7 @@ class HarmonyRollouts:
         return Toolbox(functions=functions, declared=declared, timeout=timeout, output_limit=output_limit)
 
     def _render(self, messages: list[dict[str, Any]], toolbox: Toolbox, effort: str) -> list[int]:
-        if not is_conversational({"prompt": messages}):
+        if not messages or not is_conversational({"prompt": messages}):
             raise ValueError(
                 f"Harmony prompts are lists of messages ([{{'role': 'user', 'content': ...}}]), the column `prompt` "
                 f"holds {type(messages).__name__}: {str(messages)[:80]!r}."

@@ -88,6 +88,7 @@ class OnPolicyMixin(GRPOTrainer):
                 f"{self.state.global_step} without log-probs of the weights that generated it. This is a bug in "
                 "trl_gptoss (or in a subclass that changes the buffered inputs); please report it."
             )
+        self._training_logps = None
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         self._log_ratio(inputs, forced)
         return loss
@@ -136,6 +137,8 @@ class OnPolicyMixin(GRPOTrainer):
         """`on_policy/...`: how often the ratio was forced, how large it was, what a recomputation would have given."""
         metrics = self._metrics["train"]
         metrics["on_policy/forced"].append(float(forced))
+        if self._training_logps is None:  # a fused loss (use_liger_kernel) keeps its log-probs to itself
+            return
         mask_BC = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         logps_BC = self._training_logps
 

@@ -52,12 +52,16 @@ class ResumableMixin(GRPOTrainer):
                 # A run that a signal has ended must not look finished to the script around it.
                 if self._interruption.requested is not None:
                     self._interruption.stop()
+            self._end_environments()
             return output
         finally:
             self.remove_callback(watch)
 
     def _start_epoch(self, epoch: int) -> None:
         """Called before the order of an epoch is drawn."""
+
+    def _end_environments(self) -> None:
+        """Called when a run has come to its end."""
 
     def _give_up(self, error: Exception) -> None:
         """End the run by `error`. One of several ranks may not do so at once: the others would wait for it for ever."""

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -53,6 +53,25 @@ class RewardGuard:
         return [FAILED] * len(kwargs["prompts"])
 
 
+def checked(rewards: Iterable[float | None], count: int) -> list[float | None]:
+    """What a reward function returned, as `count` numbers or `None`.
+
+    Raises:
+        TypeError: it is no sequence, or holds something that is no number.
+        ValueError: it has another length.
+    """
+    expected = f"expected a list of {count} numbers (None where the function does not apply), one per completion"
+    if rewards is None or isinstance(rewards, (str, bytes, float, int)):
+        raise TypeError(f"it returned {rewards!r}; {expected}")
+    values = list(rewards)
+    if len(values) != count:
+        raise ValueError(f"it returned {len(values)} rewards; {expected}")
+    for value in values:
+        if isinstance(value, (str, bytes)):
+            raise TypeError(f"it returned {value!r} as a reward; {expected}")
+    return [None if value is None else float(value) for value in values]
+
+
 def guard(function: Callable[..., Any], name: str, give_up: Callable[[Exception], None]) -> Callable[..., Any]:
     """Wrap a reward function (plain or coroutine) in a [`RewardGuard`]."""
     state = RewardGuard(name, give_up)
@@ -60,7 +79,7 @@ def guard(function: Callable[..., Any], name: str, give_up: Callable[[Exception]
 
         async def guarded(**kwargs: Any) -> list[float | None]:
             try:
-                rewards = await function(**kwargs)
+                rewards = checked(await function(**kwargs), len(kwargs["prompts"]))
             except (
                 Exception
             ) as error:  # foreign code at a boundary: any failure is reported, none ends the run at once
@@ -72,7 +91,7 @@ def guard(function: Callable[..., Any], name: str, give_up: Callable[[Exception]
 
         def guarded(**kwargs: Any) -> list[float | None]:
             try:
-                rewards = function(**kwargs)
+                rewards = checked(function(**kwargs), len(kwargs["prompts"]))
             except Exception as error:  # see above
                 return state.failed(error, kwargs)
             state.passed(kwargs)
