@@ -358,13 +358,16 @@ def test_warning_names_the_choice():
     assert "stale weights" in ess_warning(stale, "sequence")
     narrow = rollout_correction(log_ratio, zeros, ones, level="token", mode="mask", low=0.999, high=1.001).metrics
     assert "Widen" in ess_warning(narrow, "token")
+    flat = torch.full_like(log_ratio, -0.01)  # every turn at the clamp: equal weights of e^-20
+    held = rollout_correction(flat, zeros, ones, level="turn", mode="truncate", high=2.0).metrics
+    assert held["ess_weights"] == pytest.approx(1) and "level='geometric'" in ess_warning(held, "turn")
     one = log_ratio.clone()
     one[0, :10] = 15.0
     assert "high=2.0" in ess_warning(
         rollout_correction(one, zeros, ones, level="token", mode="truncate").metrics, "token"
     )
     assert "tokens" in ess_warning(
-        {"tokens": 8.0, "sequences": 8.0, "ess_weights": 0.0, "abs_log_ratio": 1.0}, "token"
+        {"tokens": 8.0, "sequences": 8.0, "ess_weights": 0.0, "abs_log_ratio": 1.0, "weight_mean": 0.0}, "token"
     )
 
 
