@@ -1,9 +1,11 @@
 """Rollout correction against per-element Python loops in numpy, TRL's own lines, and what must hold for any input."""
 
+import csv
 import inspect
 import itertools
 import math
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -358,13 +360,16 @@ def test_warning_names_the_choice():
     assert "stale weights" in ess_warning(stale, "sequence")
     narrow = rollout_correction(log_ratio, zeros, ones, level="token", mode="mask", low=0.999, high=1.001).metrics
     assert "Widen" in ess_warning(narrow, "token")
+    flat = torch.full_like(log_ratio, -0.01)  # every turn at the clamp: equal weights of e^-20
+    held = rollout_correction(flat, zeros, ones, level="turn", mode="truncate", high=2.0).metrics
+    assert held["ess_weights"] == pytest.approx(1) and "level='geometric'" in ess_warning(held, "turn")
     one = log_ratio.clone()
     one[0, :10] = 15.0
     assert "high=2.0" in ess_warning(
         rollout_correction(one, zeros, ones, level="token", mode="truncate").metrics, "token"
     )
     assert "tokens" in ess_warning(
-        {"tokens": 8.0, "sequences": 8.0, "ess_weights": 0.0, "abs_log_ratio": 1.0}, "token"
+        {"tokens": 8.0, "sequences": 8.0, "ess_weights": 0.0, "abs_log_ratio": 1.0, "weight_mean": 0.0}, "token"
     )
 
 
@@ -405,3 +410,19 @@ def test_summary_refuses_other_channels():
     result = run(*batch()[:3], level="token", mode="truncate")
     with pytest.raises(ValueError, match="channel names"):
         summarize_stats(result.stats, CHANNELS)
+
+
+def test_simulated_bias_without_correction_is_the_closed_form():
+    """The committed numbers, against densities computed here: uncorrected, sum s_t / sqrt(T) moves the success by c times it."""
+    path = Path(__file__).parents[1] / "benchmarks/correction/simulate.csv"
+    with path.open() as file:
+        rows = [
+            row for row in csv.DictReader(file) if row["method"] == "none" and row["scenario"] != "broken rollouts"
+        ]
+    assert len(rows) == 6
+    for row in rows:
+        tokens = int(row["tokens"])
+        flips = len(range(0, tokens, 200)) if row["scenario"] == "router flips" else 0
+        shift = 0.1 * (0.02 * (tokens - flips) + 0.5 * flips) / math.sqrt(tokens)
+        expected = math.exp(-0.5) / math.exp(-0.5 * (1 - shift) ** 2) - 1
+        assert abs(float(row["bias"]) - expected) < 4 * float(row["bias_se"])

@@ -251,11 +251,13 @@ def ess_warning(metrics: dict[str, float], level: Level, threshold: float = 0.5,
         min_sequences (`int`, *optional*, defaults to `8`): with fewer the estimate says nothing, and nothing is reported.
     """
     name = "ess_sequence" if level == "sequence" else "ess_weights"
-    if metrics["sequences"] < min_sequences or metrics.get(name, 1.0) >= threshold:
+    # Equal weights have a perfect sample size even when the clamp holds all of them at e^-20.
+    vanishing = metrics.get("weight_mean", 1.0) < 0.1
+    if metrics["sequences"] < min_sequences or (metrics.get(name, 1.0) >= threshold and not vanishing):
         return None
     found = (
         f"rollout correction: {name} is {metrics[name]:.2f} over {metrics['sequences']:.0f} rollouts of "
-        f"{metrics['tokens'] / metrics['sequences']:.0f} sampled tokens: a few of them carry the whole gradient. "
+        f"{metrics['tokens'] / metrics['sequences']:.0f} sampled tokens, the mean weight is {metrics['weight_mean']:.2g}: little of the batch is left to learn from. "
     )
     if metrics["abs_log_ratio"] > 0.1:
         return found + (
