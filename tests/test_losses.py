@@ -228,9 +228,14 @@ def test_kl_estimates_equal_the_loops(seed: int, estimator: str) -> None:
 
 
 def test_k3_keeps_its_digits_near_the_reference() -> None:
-    logps = torch.tensor([[-1.0]])
-    estimate = kl_estimate(logps, logps - 2.0**-10, torch.ones(1, 1).bool(), "k3")
-    assert estimate.item() == pytest.approx(2.0**-21, rel=1e-3)
+    logps = torch.full((1, 50), -1.0)
+    reference = logps - torch.linspace(1e-3, 2e-3, 50)
+    d = (logps - reference).double()  # exact: neighbours in float32
+    expected = torch.special.expm1(-d) + d
+    estimate = kl_estimate(logps, reference, torch.ones(1, 50).bool(), "k3").double()
+    assert ((estimate - expected) / expected).abs().max() < 1e-3
+    naive = ((reference - logps).exp() - 1 + (logps - reference)).double()  # control
+    assert ((naive - expected) / expected).abs().max() > 1e-2
 
 
 def loop_normalize(losses: list[list[float]], mode: str, length: int | None) -> float:

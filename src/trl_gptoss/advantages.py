@@ -176,10 +176,10 @@ def turn_gae_advantages(
     starts[:, 1:] &= ~mask[:, :-1]
     # Turn of each token; off the mask it is that of the turn before, or 0, where rewards are 0 anyway.
     turn_BT = (starts.cumsum(1) - 1).clamp(min=0)
-    # There are at most T turns: a (B, T) table of turns needs no wait for the real number.
-    turn_rewards = torch.zeros_like(rewards).scatter_add(1, turn_BT, rewards)
-    turn_values = values.gather(1, torch.argsort(~starts, dim=1, stable=True))
-    advantages = _gae_over_steps(turn_rewards, turn_values, starts.sum(1), final_values, gamma, lam)
+    # First tokens to the left, in order. There are at most T turns: a (B, T) table needs no wait for the real number.
+    order = torch.argsort(~starts, dim=1, stable=True)
+    turn_rewards = _sum_to_turn_start(rewards, turn_BT).gather(1, order)
+    advantages = _gae_over_steps(turn_rewards, values.gather(1, order), starts.sum(1), final_values, gamma, lam)
     advantages = torch.where(mask, advantages.gather(1, turn_BT), 0)
     return Advantages(advantages, torch.where(starts, advantages + values, 0), starts)
 
@@ -322,6 +322,17 @@ def _gae_over_steps(
         advantages[:, :-span] += later
         span, factor = 2 * span, factor * factor
     return advantages
+
+
+def _sum_to_turn_start(rewards_BT: torch.Tensor, turn_BT: torch.Tensor) -> torch.Tensor:
+    """Sum from each token to the end of its turn, by doubling. (`scatter_add` adds in any order on CUDA, so that two
+    runs differ.)"""
+    sums, span = rewards_BT.clone(), 1
+    while span < sums.shape[1]:
+        later = torch.where(turn_BT[:, span:] == turn_BT[:, :-span], sums[:, span:], 0)
+        sums[:, :-span] += later
+        span *= 2
+    return sums
 
 
 def _checked_steps(

@@ -191,8 +191,7 @@ def policy_loss(
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip is {dual_clip}; expected > 1, or an on-policy token would be clipped")
 
-    if old_logps_BT is None:
-        old_logps_BT = logps_BT.detach()
+    old_logps_BT = logps_BT if old_logps_BT is None else old_logps_BT
     _expect_shape("old_logps_BT", old_logps_BT, mask.shape)
     log_ratio = _masked_difference(logps_BT, old_logps_BT.detach(), mask)
     ratio = log_ratio.detach().exp()
