@@ -29,6 +29,7 @@ _LAZY = {
     "format_reward": "rewards",
     "sink_attention": "attention",
     "fused_elementwise": "experts",
+    "save_pretrained_mxfp4": "hub",
 }
 
 __all__ = sorted(_LAZY)
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from .attention import sink_attention
     from .environments import Environment, OpenEnvEnvironment, PythonTool, ToolOutput
     from .experts import fused_elementwise
+    from .hub import save_pretrained_mxfp4
     from .rewards import format_reward, math_reward
     from .trainers import GptOssGRPOConfig, GptOssGRPOTrainer
     from .trajectory import StopReason, Trajectory, Turn
