@@ -35,7 +35,7 @@ def save_pretrained_mxfp4(
 
     Stock transformers, vLLM and others that read openai/gpt-oss read it; none needs this package. The model is left as it
     is. Weights are quantised on the device they are on, one shard at a time: beyond the model this needs host memory for
-    one shard and 160 MiB for the quantiser. The directory appears complete or not at all. In a distributed run call it on
+    one shard and 90 MiB for the quantiser. The directory appears complete or not at all. In a distributed run call it on
     one process, with the full `state_dict`.
 
     Args:
