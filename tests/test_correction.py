@@ -113,7 +113,9 @@ def run(trainer, sampling, mask, **options):
 
 
 @pytest.mark.parametrize("limits", [(None, None), (None, 1.25), (0.8, None), (0.8, 1.25)])
-@pytest.mark.parametrize("extra", [{}, {"veto": 0.55}, {"clamp": 0.2}, {"token_cap": 1.1}], ids=str)
+@pytest.mark.parametrize(
+    "extra", [{}, {"veto": 0.55}, {"clamp": 0.2, "veto": 0.55}, {"token_cap": 1.1, "clamp": 0.15}], ids=str
+)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_level_and_mode_against_loops(level, mode, extra, limits):
