@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from trl import GRPOTrainer
 
 from trl_gptoss.correction import (
@@ -242,6 +243,31 @@ def test_no_gradient_flows_into_weights(level):
     control = torch.randn(3, 8, requires_grad=True)
     ((control - sampling).exp() * control).sum().backward()
     assert not torch.allclose(control.grad, (control - sampling).exp().detach())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_nothing_waits_for_the_device(level, mode):
+    """Fake tensors hold no values: whatever would copy one to the host raises."""
+    cap = None if mode == "truncate" else 2.0
+    with FakeTensorMode():
+        logps, ids = torch.zeros(3, 8), torch.zeros(3, 8, dtype=torch.long)
+        result = rollout_correction(
+            logps,
+            logps,
+            ids,
+            level=level,
+            mode=mode,
+            low=0.5,
+            high=2.0,
+            veto=1e-4,
+            token_cap=cap,
+            channels=ids,
+            channel_names=CHANNELS,
+        )
+        assert result.weights.shape == result.keep.shape == (3, 8)
+        with pytest.raises(DataDependentOutputException):
+            _ = result.metrics  # control
 
 
 @given(
