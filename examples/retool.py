@@ -87,10 +87,18 @@ def main(script_args: RetoolArguments, args: GptOssGRPOConfig, model_args: Model
         quantization_config=get_quantization_config(model_args),
     )
 
+    out = Path(args.output_dir)
+    resume = args.resume_from_checkpoint
+    resume = True if str(resume).lower() == "true" else resume  # "true": the last one
     evaluation = []
-    resume = True if args.resume_from_checkpoint == "true" else args.resume_from_checkpoint  # "true": the last one
-    if len(held_out) and not resume:
+    if resume and (out / "evaluation.json").is_file():
+        rows = json.loads((out / "evaluation.json").read_text())
+        evaluation = [row for row in rows if row["policy"] == "before RL"]
+    elif len(held_out) and not resume:
         evaluation.append(held_out_accuracy(trainer, held_out, "python", "before RL"))
+        if trainer.is_world_process_zero():
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "evaluation.json").write_text(json.dumps(evaluation, indent=2) + "\n")
     trainer.train(resume_from_checkpoint=resume)
     if len(held_out):
         evaluation.append(held_out_accuracy(trainer, held_out, "python", "after RL"))
@@ -99,7 +107,6 @@ def main(script_args: RetoolArguments, args: GptOssGRPOConfig, model_args: Model
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
-        out = Path(args.output_dir)
         (out / "evaluation.json").write_text(json.dumps(evaluation, indent=2) + "\n")
         print(f"\n{'policy':<12}{'tool':<14}{'correct':>12}{'accuracy':>10}")
         for row in evaluation:
