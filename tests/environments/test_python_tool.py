@@ -259,6 +259,14 @@ def test_an_executor_of_ones_own():
     assert get_executor("remote-test") is get_executor("remote-test")
     with pytest.raises(ValueError, match="options"):
         get_executor(Remote(), memory_limit_mb=3)
+    for options in ({"packages": ("numpy",)}, {"memory_limit_mb": 512}):  # would do nothing
+        with pytest.raises(ValueError, match="options"):
+            PythonTool(executor=Remote(), **options)
+    assert (
+        PythonTool(executor="remote-test").python("code").startswith("code|")
+    )  # a name of one's own takes no options
+    with pytest.raises(ValueError, match="pass a sequence"):
+        PythonTool(packages="numpy")
 
 
 def test_unsafe_warns_once(monkeypatch):

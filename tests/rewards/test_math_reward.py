@@ -272,3 +272,27 @@ def test_no_worker_is_left_behind(end):
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "right"),
+    [
+        ("12*34", "408", 0.0),
+        ("It is 12 * 34.", "408", 0.0),
+        (r"The answer is $12\times 34$.", "408", 0.0),
+        (r"\boxed{12 \cdot 34}", "408", 0.0),
+        (r"\boxed{\frac{12 \cdot 34}{1}}", "408", 0.0),
+        ("12 + 34", "46", 0.0),
+        ("x = 12+34", "46", 0.0),
+        ("34\u221212", "22", 0.0),
+        ("12+34=46", "46", 1.0),  # the controls: worked out, or another way to write one number
+        ("46 = 12+34", "46", 1.0),
+        ("x=-22", "-22", 1.0),
+        (r"$1.5 \times 10^{3}$", "1500", 1.0),
+        (r"\boxed{2^{10}}", "1024", 1.0),
+        (r"\boxed{\sqrt{324}}", "18", 1.0),
+        ("$2n+2$", "$2n+2$", 1.0),
+    ],
+)
+def test_a_calculation_that_repeats_the_question_is_no_answer(text, gold, right):
+    assert math_reward([[{"role": "assistant", "content": text}]], answer=[gold]) == [right]

@@ -28,6 +28,12 @@ _NUMBER_WORDS = re.compile(
     re.IGNORECASE,
 )
 
+# how formulas write what changes nothing, multiplication and minus
+_DECORATION = re.compile(r"\\(?:left|right|[dt]?frac|[()\[\],;! ])|[\s$]")
+_TIMES = re.compile(r"\\(?:times|cdot)|[×·⋅∗]")
+_POWER_OF_TEN = re.compile(r"\*10\^(?:\{-?\d+\}|-?\d+)")
+_OPERATION = re.compile(r"\d[)}]*[+*-][({]*[+-]?\d")
+
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last complete `\boxed{...}` (or `\fbox{...}`). Linear in the length, whatever the text."""
@@ -80,17 +86,38 @@ def plain_number(text: str) -> Decimal | None:
     return Decimal(text.replace(",", "")) if _PLAIN_NUMBER.fullmatch(text) else None
 
 
+def _calculation(formula: str) -> str:
+    """The digits and operators that a formula ends with, without decoration."""
+    bare = _DECORATION.sub("", _TIMES.sub("*", formula)).replace("\u2212", "-")
+    bare = _POWER_OF_TEN.sub("", bare)  # 1.5 * 10^3 is a way to write a number
+    return bare[len(bare.rstrip("0123456789.,()+-*/^{}")) :]
+
+
+def is_left_to_the_reader(stated: str, wanted: Decimal) -> bool:
+    """Whether a stated answer ends in a sum or product that nobody has worked out, such as `12 * 34` for 408.
+
+    math-verify would work it out, and repeating the question would be a right answer.
+    """
+    *before, last = stated.rstrip().rsplit("\n", 1)[-1].split("=")
+    if not _OPERATION.search(_calculation(last)):
+        return False
+    return all(plain_number(_calculation(part).rstrip(".,")) != wanted for part in before)
+
+
 def compare_plain(gold: str, text: str) -> bool | None:
     """Whether `text` states the number `gold`; `None` where only math-verify can tell.
 
     Decides nothing that math-verify would decide otherwise: only texts with exactly one ordinary number and ordinary
-    words around it, and only differences far above math-verify's rounding to six digits.
+    words around it, and only differences far above math-verify's rounding to six digits. The exception are sums and
+    products that are left to the reader: they are wrong.
     """
     wanted = plain_number(gold)
     if wanted is None:
         return None
     kind, stated = stated_answer(text)
     if not any(c.isnumeric() for c in text) and "\\" not in text and len(text) < TAIL:
+        return False
+    if is_left_to_the_reader(stated, wanted):
         return False
     match = _ONE_NUMBER.fullmatch(stated)
     if match is None or _NUMBER_WORDS.search(match["before"]) or _NUMBER_WORDS.search(match["after"]):
