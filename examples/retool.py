@@ -88,9 +88,9 @@ def main(script_args: RetoolArguments, args: GptOssGRPOConfig, model_args: Model
     )
 
     out = Path(args.output_dir)
-<<<<<<< HEAD
     file = out / "evaluation.json"
-    resume = True if args.resume_from_checkpoint == "true" else args.resume_from_checkpoint  # "true": the last one
+    resume = args.resume_from_checkpoint
+    resume = True if str(resume).lower() == "true" else resume  # "true": the last one
     rows = []
     if resume and file.is_file():
         rows = [row for row in json.loads(file.read_text()) if row["policy"] == "before RL"]
@@ -99,19 +99,6 @@ def main(script_args: RetoolArguments, args: GptOssGRPOConfig, model_args: Model
         if trainer.is_world_process_zero():  # now, so that a run that is interrupted and resumed still has it
             out.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(rows, indent=2) + "\n")
-=======
-    resume = args.resume_from_checkpoint
-    resume = True if str(resume).lower() == "true" else resume  # "true": the last one
-    evaluation = []
-    if resume and (out / "evaluation.json").is_file():
-        rows = json.loads((out / "evaluation.json").read_text())
-        evaluation = [row for row in rows if row["policy"] == "before RL"]
-    elif len(held_out) and not resume:
-        evaluation.append(held_out_accuracy(trainer, held_out, "python", "before RL"))
-        if trainer.is_world_process_zero():
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "evaluation.json").write_text(json.dumps(evaluation, indent=2) + "\n")
->>>>>>> breakt
     trainer.train(resume_from_checkpoint=resume)
     if len(held_out):
         rows.append(held_out_accuracy(trainer, held_out, "python", "after RL"))
@@ -120,11 +107,7 @@ def main(script_args: RetoolArguments, args: GptOssGRPOConfig, model_args: Model
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
-<<<<<<< HEAD
         file.write_text(json.dumps(rows, indent=2) + "\n")
-=======
-        (out / "evaluation.json").write_text(json.dumps(evaluation, indent=2) + "\n")
->>>>>>> breakt
         print(f"\n{'policy':<12}{'tool':<14}{'correct':>12}{'accuracy':>10}")
         for row in rows:
             correct = f"{row['correct']}/{row['problems']}"
