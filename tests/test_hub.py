@@ -16,7 +16,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, GptOssModel, Mxfp4Conf
 import trl_gptoss
 from trl_gptoss import hub
 from trl_gptoss.experts.mxfp4 import dequantize_mxfp4, quantize_mxfp4
-from trl_gptoss.hub import save_pretrained_mxfp4
+from trl_gptoss.hub import mxfp4_loading_cost, save_pretrained_mxfp4
 
 # hidden and intermediate sizes differ, so that a wrong transpose has a wrong shape
 SIZES = {
@@ -35,6 +35,7 @@ SIZES = {
     "pad_token_id": 1,
     "eos_token_id": 2,
 }
+GPT_OSS_20B = GptOssConfig(num_hidden_layers=24, num_local_experts=32)
 EXPERTS = ("gate_up_proj", "down_proj")
 SHARD = "31KB"  # just below the blocks and scales of one gate_up_proj
 IDS = [[5, 17, 99, 3, 3, 42, 110, 7, 64, 31, 12, 8]]
@@ -250,6 +251,17 @@ def test_weights_that_are_not_there_are_refused(tmp_path):
     del weights["lm_head.weight"]
     with pytest.raises(ValueError, match=r"1 missing \['lm_head.weight'\]"):
         save_pretrained_mxfp4(tiny(), tmp_path / "out", state_dict=weights)
+
+
+def test_the_sizes_are_those_openai_published():
+    with torch.device("meta"):
+        weights = GptOssForCausalLM(GPT_OSS_20B).state_dict()
+    # `total_size` in the index of openai/gpt-oss-20b
+    assert hub._plan_shards(weights, torch.bfloat16, "5GB").metadata["total_size"] == 13_761_264_768
+    cost = mxfp4_loading_cost(GPT_OSS_20B)
+    assert "12.8 GiB in the checkpoint become 39.0 GiB in bfloat16 (20.9 B parameters)" in cost
+    assert "up to 4.0 GiB more" in cost
+    assert "77.9 GiB in float32" in mxfp4_loading_cost(GPT_OSS_20B, torch.float32)
 
 
 def test_it_is_exported():
