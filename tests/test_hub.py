@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
 from transformers import GptOssConfig, GptOssForCausalLM, GptOssModel, Mxfp4Config
 
 import trl_gptoss
@@ -251,6 +254,17 @@ def test_weights_that_are_not_there_are_refused(tmp_path):
     del weights["lm_head.weight"]
     with pytest.raises(ValueError, match=r"1 missing \['lm_head.weight'\]"):
         save_pretrained_mxfp4(tiny(), tmp_path / "out", state_dict=weights)
+
+
+def test_sharded_weights_are_refused(tmp_path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = tiny()
+        model.lm_head = distribute_module(model.lm_head, init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match="whole of lm_head.weight, .* found a DTensor .*get_state_dict"):
+            save_pretrained_mxfp4(model, tmp_path / "out")
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_sizes_are_those_openai_published():
