@@ -38,6 +38,7 @@ def test_budgets_have_two_names_and_one_value():
         ({"on_policy_check_steps": -1}, "on_policy_check_steps"),
         ({"log_trajectories": -1}, "log_trajectories"),
         ({"prompt_date": "3 March"}, "YYYY-MM-DD"),
+        ({"prompt_date": "20260203"}, "YYYY-MM-DD"),
         ({"on_policy": "always"}, "'auto', 'force' or 'off'"),
         ({"reasoning_effort": "extreme"}, "'low', 'medium' or 'high'"),
         ({"on_policy": "force", "num_iterations": 2}, "num_iterations=1"),

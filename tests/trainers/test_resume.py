@@ -304,3 +304,18 @@ def test_the_trajectory_file_has_every_logged_step_once(tmp_path):
     build(tmp_path, max_steps=6, save_steps=2).train(resume_from_checkpoint=True)
     again = [json.loads(line) for line in file.read_text().splitlines()]
     assert again == whole
+
+
+def test_a_new_run_in_the_same_folder_starts_its_own_trajectory_file(tmp_path):
+    build(tmp_path, max_steps=3, save_strategy="no").train()
+    build(tmp_path, max_steps=2, save_strategy="no").train()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "trajectories.jsonl").read_text().splitlines()]
+    assert steps == [s for s in (1, 2) for _ in range(4)]
+
+
+def test_a_second_call_of_train_generates_its_own_batch(tmp_path):
+    trainer = build(tmp_path, max_steps=3, save_strategy="no", steps_per_generation=2, gradient_accumulation_steps=1)
+    trainer.train()  # ends with half of its second batch unused
+    trainer.train()
+    forced = [e["on_policy/forced"] for e in trainer.state.log_history if "on_policy/forced" in e]
+    assert forced == [1.0, 0.0, 1.0]

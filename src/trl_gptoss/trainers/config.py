@@ -133,9 +133,11 @@ class GptOssGRPOConfig(GRPOConfig):
             raise ValueError(f"tool_timeout is {self.tool_timeout} seconds, it must be positive.")
         if self.prompt_date is not None:
             try:
-                date.fromisoformat(self.prompt_date)
-            except ValueError as error:
-                raise ValueError(f"prompt_date is {self.prompt_date!r}, expected YYYY-MM-DD.") from error
+                written = date.fromisoformat(self.prompt_date).isoformat()
+            except ValueError:
+                written = None
+            if written != self.prompt_date:  # Python also reads 20260203 and 2026-W06-2
+                raise ValueError(f"prompt_date is {self.prompt_date!r}, expected a date as YYYY-MM-DD.")
         if self.on_policy not in ("auto", "force", "off"):
             raise ValueError(f"on_policy is {self.on_policy!r}, expected 'auto', 'force' or 'off'.")
         if self.reasoning_effort not in ("low", "medium", "high"):

@@ -39,6 +39,8 @@ class ResumableMixin(GRPOTrainer):
         self._interruption = Interruption(single_process=self.args.world_size == 1)
         self._snapshot = None
         self._saved_steps = set()
+        # TRL goes on with the rest of the last generation batch when `train` is called again, with other weights.
+        self._step, self._generated_at, self._buffered_inputs = 0, -1, None
         watch = _StepWatch(self)
         self.add_callback(watch)
         try:
@@ -161,6 +163,13 @@ class _StepWatch(TrainerCallback):
 
     def __init__(self, trainer: ResumableMixin) -> None:
         self.trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # An earlier run may have left its rollouts in the folder; what belongs to this run was kept by the resumption.
+        if state.is_world_process_zero and state.global_step == 0:
+            self.trainer.sampled_logs.file.discard_after(0)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
