@@ -133,7 +133,7 @@ def test_a_model_that_was_set_up_by_hand_keeps_its_settings(tmp_path):
 def test_chunked_training_equals_unchunked(tmp_path):
     trained = {}
     for chunk in (None, 5):
-        trainer = build(tmp_path, policy(), experts_token_chunk=chunk, optim="sgd")
+        trainer = build(tmp_path, policy(), experts_token_chunk=chunk, optim="sgd", learning_rate=1.0)
         initial = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
         trainer.train()
         trained[chunk] = {n: p.detach() - initial[n] for n, p in trainer.model.named_parameters()}
@@ -144,7 +144,8 @@ def test_chunked_training_equals_unchunked(tmp_path):
     moved = [n for n, delta in trained[None].items() if delta.abs().max() > 0]
     assert any("gate_up_proj" in n for n in moved) and any("sinks" in n for n in moved)
     for name, delta in trained[None].items():
-        torch.testing.assert_close(trained[5][name], delta, rtol=1e-3, atol=1e-6, msg=name)
+        error = (trained[5][name] - delta).norm() / delta.norm().clamp(min=1e-3)
+        assert error < 1e-3, (name, error)
 
 
 def test_tiles_reach_the_kernel(tmp_path, monkeypatch):
@@ -239,8 +240,8 @@ def test_other_experts_implementations_keep_pefts_own_path(tmp_path):
     trainer.train()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_ratio_stays_exactly_one(tmp_path, monkeypatch, dtype):
+def log_ratios(tmp_path, monkeypatch, dtype: torch.dtype, on_policy: str) -> list[float]:
+    """Largest |log ratio| in TRL's loss, per micro-batch before the first optimizer step; attention drops out."""
     ratios, loss, exp = [], GRPOTrainer._compute_loss, torch.exp
 
     def spy_loss(this, model, inputs):
@@ -258,12 +259,21 @@ def test_the_ratio_stays_exactly_one(tmp_path, monkeypatch, dtype):
         ratios.append((log_ratio * inputs["completion_mask"]).abs().max().item())
         return result
 
-    monkeypatch.setattr(GRPOTrainer, "_compute_loss", spy_loss)
-    trainer = build(tmp_path, policy(dtype), lora(), bf16=dtype == torch.bfloat16, **ALL)
-    trainer.train()
-    assert ratios == [0.0, 0.0]
-    measured = [e["on_policy/max_log_ratio"] for e in trainer.state.log_history if "on_policy/max_log_ratio" in e]
-    assert measured == [0.0, 0.0]
+    model = tiny_model(dtype=dtype, attention_dropout=0.2)
+    model.set_experts_implementation("gptoss_fused")
+    schedule = {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "max_steps": 1}  # TRL recomputes here
+    settings = {**ALL, **schedule, "on_policy": on_policy, "bf16": dtype == torch.bfloat16}
+    trainer = build(tmp_path, model, lora(), **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(GRPOTrainer, "_compute_loss", spy_loss)
+        trainer.train()
+    return ratios
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_ratio_stays_exactly_one(tmp_path, monkeypatch, dtype):
+    assert log_ratios(tmp_path, monkeypatch, dtype, "auto") == [0.0, 0.0, 0.0]
+    assert max(log_ratios(tmp_path, monkeypatch, dtype, "off")) > 1e-3  # control
 
 
 # ---- refusals ----
