@@ -56,14 +56,16 @@ def _fused_rotary(original: Rotary) -> Rotary:
     return apply_rotary_pos_emb
 
 
-def fused_elementwise(model: nn.Module) -> int:
+def fused_elementwise(model: nn.Module, device: torch.device | str | None = None) -> int:
     """Run RMSNorm and the rotary embedding of `model` through liger-kernel.
 
     The rotary embedding is a function of transformers' GPT-OSS module, not of a model: it is replaced for every GPT-OSS
     model of the process, for CUDA tensors only.
 
     Args:
-        model (`torch.nn.Module`): A GPT-OSS model on a CUDA device, with or without PEFT.
+        model (`torch.nn.Module`): A GPT-OSS model, with or without PEFT.
+        device (`torch.device` or `str`, *optional*): Where the model will compute, if it is not there yet (a model that
+            FSDP or DeepSpeed is going to place); by default where it is.
 
     Returns:
         `int`: Number of norms that now run fused; 0 when it was called before.
@@ -75,10 +77,10 @@ def fused_elementwise(model: nn.Module) -> int:
     norms = [module for module in model.modules() if isinstance(module, GptOssRMSNorm)]
     if not norms:
         raise ValueError(f"{type(model).__name__} has no GPT-OSS norms; fused_elementwise is for GPT-OSS models.")
-    device = norms[0].weight.device.type
-    if device != "cuda":
+    kind = torch.device(norms[0].weight.device if device is None else device).type
+    if kind != "cuda":
         raise ValueError(
-            f"fused_elementwise runs Triton kernels and needs a CUDA device, but the model is on {device!r}. On CPU leave "
+            f"fused_elementwise runs Triton kernels and needs a CUDA device, but the model is on {kind!r}. On CPU leave "
             "it off: the norms are a small part of a step there."
         )
     _require_liger()

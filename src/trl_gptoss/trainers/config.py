@@ -53,6 +53,17 @@ class GptOssGRPOConfig(GRPOConfig):
             With `log_completions`, conversations are printed at those logging steps that are a multiple of it.
         router_aux_loss_coef (`float`, *optional*, defaults to `0.0`):
             Weight of the router's load-balancing loss. TRL takes the model config's value, which is 0.9 for GPT-OSS.
+        router_dtype (`str`, *optional*):
+            `"float32"` computes the router's logits and scores in float32; `None` in the dtype of the model. GPT-OSS
+            only.
+        router_deterministic_top_k (`bool`, *optional*, defaults to `False`):
+            Of experts with equal logits, take the one with the lower index, whatever device or batch shape. GPT-OSS
+            only.
+        experts_token_chunk (`int`, *optional*):
+            Tokens that the experts process at a time: less memory, one more first product in backward. `None` leaves
+            it as the model has it, which is off for a new one. Needs `experts_implementation="gptoss_fused"`.
+        fused_elementwise (`bool`, *optional*, defaults to `False`):
+            Run RMSNorm and the rotary embedding through liger-kernel (extra `fast`). GPT-OSS on CUDA only.
     """
 
     on_policy: Literal["auto", "force", "off"] = field(
@@ -116,6 +127,22 @@ class GptOssGRPOConfig(GRPOConfig):
         default=0.0,
         metadata={"help": "Weight of the router's load-balancing loss (TRL would take 0.9 from GPT-OSS's config)."},
     )
+    router_dtype: Literal["float32"] | None = field(
+        default=None,
+        metadata={"help": "'float32' computes GPT-OSS's router logits and scores in float32; None as the model does."},
+    )
+    router_deterministic_top_k: bool = field(
+        default=False,
+        metadata={"help": "Of experts with equal router logits take the lower index (GPT-OSS)."},
+    )
+    experts_token_chunk: int | None = field(
+        default=None,
+        metadata={"help": "Tokens that experts_implementation='gptoss_fused' processes at a time; None for all."},
+    )
+    fused_elementwise: bool = field(
+        default=False,
+        metadata={"help": "RMSNorm and rotary embedding of GPT-OSS through liger-kernel (CUDA, extra `fast`)."},
+    )
 
     def __post_init__(self) -> None:
         self._unify_budgets()
@@ -142,6 +169,14 @@ class GptOssGRPOConfig(GRPOConfig):
             raise ValueError(f"on_policy is {self.on_policy!r}, expected 'auto', 'force' or 'off'.")
         if self.reasoning_effort not in ("low", "medium", "high"):
             raise ValueError(f"reasoning_effort is {self.reasoning_effort!r}, expected 'low', 'medium' or 'high'.")
+        if self.router_dtype not in (None, "float32"):
+            raise ValueError(
+                f"router_dtype is {self.router_dtype!r}, expected 'float32', or None for the model's own."
+            )
+        if self.experts_token_chunk is not None and self.experts_token_chunk < 1:
+            raise ValueError(
+                f"experts_token_chunk is {self.experts_token_chunk}, it must be at least 1, or None to leave it off."
+            )
         if self.on_policy == "force":
             check_on_policy_schedule(self.gradient_accumulation_steps, self.steps_per_generation, self.num_iterations)
 

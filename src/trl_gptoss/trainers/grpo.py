@@ -12,6 +12,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import nn
 from torch.utils.data import Sampler
 from transformers import (
+    AutoConfig,
     AutoProcessor,
     BitsAndBytesConfig,
     PreTrainedModel,
@@ -34,6 +35,7 @@ from ..rollouts.transformers_backend import TransformersBackend
 from .callbacks import RolloutProgressCallback
 from .config import GptOssGRPOConfig
 from .environments import bind_environments
+from .experts_options import check_experts_options, prepare_experts
 from .guards import check_model
 from .harmony_rollouts import HarmonyRollouts
 from .loading import ATTENTION, load_reward_models, model_init_kwargs
@@ -58,7 +60,7 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
     channel.
 
     Overridden methods, and why:
-        `__init__`: loading of GPT-OSS, guards, stop ids, the rollout engine.
+        `__init__`: loading of GPT-OSS, guards, options of the experts, stop ids, the rollout engine.
         `_generate_and_score_completions`: rows are kept for their columns; remembers which weights generated.
         `_generate`: the Harmony loop.
         `_calculate_rewards`: a failed reward function discards its rows.
@@ -98,8 +100,16 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
         if isinstance(model, str):
             reward_funcs = load_reward_models(reward_funcs, args.model_init_kwargs, args.trust_remote_code)
             args.model_init_kwargs = model_init_kwargs(model, args.model_init_kwargs, args.trust_remote_code)
+            config = AutoConfig.from_pretrained(
+                model,
+                revision=(args.model_init_kwargs or {}).get("revision"),
+                trust_remote_code=args.trust_remote_code,
+            )
+            experts = (args.model_init_kwargs or {}).get("experts_implementation")
         else:
             check_model(model)
+            config, experts = model.config, model.config.get_text_config()._experts_implementation
+        check_experts_options(args, config, experts)
         if processing_class is None:
             processing_class = AutoProcessor.from_pretrained(
                 model_id,
@@ -134,6 +144,8 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
             environment_factory=environment_factory,
         )
         check_model(self._base_model)
+        reference = None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
+        prepare_experts(args, self.model, reference, self.accelerator.device)
         if self._base_model.config._attn_implementation == ATTENTION and self.accelerator.device.type == "cuda":
             selftest(self.accelerator.device)  # two seconds, before hours with a gradient that may be wrong
         self.reward_funcs = [
