@@ -14,6 +14,7 @@ from trl import GRPOTrainer, TrlParser
 
 from trl_gptoss.experts import elementwise
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer
+from trl_gptoss.trainers.experts_options import prepare_experts
 
 TOKENIZER = byte_tokenizer()
 DATA = Dataset.from_list([{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(16)])
@@ -263,6 +264,7 @@ def log_ratios(tmp_path, monkeypatch, dtype: torch.dtype, on_policy: str) -> lis
     model.set_experts_implementation("gptoss_fused")
     schedule = {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "max_steps": 1}  # TRL recomputes here
     settings = {**ALL, **schedule, "on_policy": on_policy, "bf16": dtype == torch.bfloat16}
+    settings["gradient_checkpointing"] = True  # TRL's default
     trainer = build(tmp_path, model, lora(), **settings)
     with monkeypatch.context() as patch:
         patch.setattr(GRPOTrainer, "_compute_loss", spy_loss)
@@ -332,14 +334,15 @@ def test_fused_elementwise_says_that_it_needs_cuda(tmp_path):
         build(tmp_path, policy(), fused_elementwise=True)
 
 
-def test_fused_elementwise_looks_at_where_the_model_will_be(monkeypatch):
+def test_fused_elementwise_looks_at_where_the_model_will_be(tmp_path, monkeypatch):
     """Under FSDP and DeepSpeed the model is still on the CPU when the trainer is made."""
     monkeypatch.setattr(elementwise, "_require_liger", lambda: None)
     monkeypatch.setattr(elementwise.modeling_gpt_oss, "apply_rotary_pos_emb", lambda: None)
     monkeypatch.setattr(elementwise, "_fused_rotary", lambda original: original)
-    model = policy()
-    assert elementwise.fused_elementwise(model, torch.device("cuda", 0)) == 5
-    assert sum(isinstance(m, elementwise.FusedRMSNorm) for m in model.modules()) == 5
+    models = policy(), policy()
+    prepare_experts(config(tmp_path, fused_elementwise=True), *models, torch.device("cuda", 0))
+    for model in models:
+        assert sum(isinstance(m, elementwise.FusedRMSNorm) for m in model.modules()) == 5
 
 
 def test_fields_are_parsed_and_documented(tmp_path):
