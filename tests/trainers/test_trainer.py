@@ -19,6 +19,7 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2ForSequenceClassification,
 )
+from transformers.utils import DocstringParsingException
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_gptoss.environments import Environment, PythonTool, not_a_tool
@@ -783,3 +784,13 @@ def test_a_loss_that_keeps_its_log_probs_to_itself_is_no_error(tmp_path, monkeyp
     trainer = build(tmp_path)
     trainer.train()
     assert logged(trainer, "on_policy/forced") == [1.0, 1.0] and logged(trainer, "on_policy/max_log_ratio") == []
+
+
+def test_tools_and_factories_are_checked_when_the_trainer_is_built(tmp_path):
+    def bare(a):
+        return a
+
+    with pytest.raises(DocstringParsingException, match="bare"):
+        build(tmp_path, tools=[bare])
+    with pytest.raises(TypeError, match="Counter object.*functools.partial"):
+        build(tmp_path, environment_factory=Counter())
