@@ -717,7 +717,7 @@ def test_a_lone_surrogate_from_the_policy_reaches_no_file(tmp_path):
     settings = {"max_steps": 1, "log_completions": True, "num_completions_to_print": 1}
     build(tmp_path, script=script, tools=[echo], **settings).train()
     record = json.loads((tmp_path / "trajectories.jsonl").read_text().splitlines()[0])
-    assert record["turns"][0]["tool_results"][0]["text"] == "?!"
+    assert record["turns"][0]["tool_results"][0]["text"] == "\ufffd!"
     assert list((tmp_path / "completions").glob("*.parquet"))
 
 
