@@ -19,6 +19,7 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2ForSequenceClassification,
 )
+from transformers.utils import DocstringParsingException
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_gptoss.environments import Environment, PythonTool, not_a_tool
@@ -716,7 +717,7 @@ def test_a_lone_surrogate_from_the_policy_reaches_no_file(tmp_path):
     settings = {"max_steps": 1, "log_completions": True, "num_completions_to_print": 1}
     build(tmp_path, script=script, tools=[echo], **settings).train()
     record = json.loads((tmp_path / "trajectories.jsonl").read_text().splitlines()[0])
-    assert record["turns"][0]["tool_results"][0]["text"] == "?!"
+    assert record["turns"][0]["tool_results"][0]["text"] == "\ufffd!"
     assert list((tmp_path / "completions").glob("*.parquet"))
 
 
@@ -783,3 +784,13 @@ def test_a_loss_that_keeps_its_log_probs_to_itself_is_no_error(tmp_path, monkeyp
     trainer = build(tmp_path)
     trainer.train()
     assert logged(trainer, "on_policy/forced") == [1.0, 1.0] and logged(trainer, "on_policy/max_log_ratio") == []
+
+
+def test_tools_and_factories_are_checked_when_the_trainer_is_built(tmp_path):
+    def bare(a):
+        return a
+
+    with pytest.raises(DocstringParsingException, match="bare"):
+        build(tmp_path, tools=[bare])
+    with pytest.raises(TypeError, match="Counter object.*functools.partial"):
+        build(tmp_path, environment_factory=Counter())

@@ -57,7 +57,7 @@ class PythonTool(Environment):
         packages: Sequence[str] = (),
         memory_limit_mb: int | None = None,
     ) -> None:
-        if tool_timeout <= 0:
+        if not tool_timeout > 0:  # refuses NaN, too
             raise ValueError(f"tool_timeout is {tool_timeout}; it must be a positive number of seconds.")
         if tool_output_limit < MINIMUM_OUTPUT_LIMIT:
             raise ValueError(

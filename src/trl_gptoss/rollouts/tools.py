@@ -148,8 +148,6 @@ class ToolRunner:
                 text, failed, timed_out = str(value), False, False
         except BaseException as error:  # a tool is foreign code: even `exit()` in it must only be a failed call
             text, failed, timed_out = f"error: {type(error).__name__}: {error}", True, isinstance(error, TimeoutError)
-        # Lone surrogates have no UTF-8 form: neither a tokenizer nor a table of completions could take them.
-        text = text.encode("utf-8", "replace").decode("utf-8")
         box.append(ToolResult(name=call.name, arguments=shown, text=text, failed=failed, timed_out=timed_out))
 
     def _await(self, coroutine: Coroutine, timeout: float | None, name: str) -> Any:

@@ -156,7 +156,7 @@ class GptOssGRPOConfig(GRPOConfig):
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}.")
-        if self.tool_timeout <= 0:
+        if not self.tool_timeout > 0:  # refuses NaN, too
             raise ValueError(f"tool_timeout is {self.tool_timeout} seconds, it must be positive.")
         if self.prompt_date is not None:
             try:

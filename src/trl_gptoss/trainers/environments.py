@@ -22,6 +22,11 @@ def bind_environments(
     """
     if isinstance(factory, dict):
         return {name: bind_environments(each, args) for name, each in factory.items()}
+    if factory is not None and not callable(factory):
+        raise TypeError(
+            f"environment_factory is a {type(factory).__name__} object; every rollout needs its own. Pass the class, a "
+            f"functools.partial of it (functools.partial({type(factory).__name__}, ...)), or a dict of those."
+        )
     if isinstance(factory, functools.partial):
         bound = bind_environments(factory.func, args)
         return functools.partial(bound, *factory.args, **factory.keywords)

@@ -29,7 +29,7 @@ from trl.trainer.utils import get_config_model_id
 
 from ..attention import selftest
 from ..environments import Environment
-from ..harmony import HarmonyVocabulary, is_harmony, set_response_template
+from ..harmony import HarmonyVocabulary, is_harmony, set_response_template, tool_spec
 from ..rollouts import RolloutLimits, ToolRunner
 from ..rollouts.transformers_backend import TransformersBackend
 from .callbacks import RolloutProgressCallback
@@ -196,6 +196,8 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
             max_concurrent=args.max_concurrent_tools,
             event_loop=self.async_loop if self._has_async_funcs else None,
         )
+        for tool in self.tools:  # hints and docstrings are checked now, not when the first prompt is rendered
+            tool_spec(tool)
         return HarmonyRollouts(args, self._tokenizer, backend, runner, limits, self._any_rank)
 
     def _check_stop_ids(self, stop_ids: list[int]) -> None:

@@ -169,7 +169,11 @@ class _StepWatch(TrainerCallback):
     ) -> None:
         # An earlier run may have left its rollouts in the folder; what belongs to this run was kept by the resumption.
         if state.is_world_process_zero and state.global_step == 0:
-            self.trainer.sampled_logs.file.discard_after(0)
+            file = self.trainer.sampled_logs.file
+            try:
+                file.discard_after(0)
+            except OSError as error:  # costs the log, not the run
+                logger.warning(f"{file.path} cannot be cleared of an earlier run's rollouts: {error}")
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
