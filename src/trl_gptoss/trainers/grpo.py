@@ -29,6 +29,7 @@ from trl.trainer.utils import get_config_model_id
 
 from ..attention import selftest
 from ..environments import Environment
+from .._compat import silence_renamed_attributes
 from ..harmony import HarmonyVocabulary, is_harmony, set_response_template, tool_spec
 from ..rollouts import RolloutLimits, ToolRunner
 from ..rollouts.transformers_backend import TransformersBackend
@@ -94,6 +95,7 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
         rollout_func: RolloutFunc | None = None,
         environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
     ) -> None:
+        silence_renamed_attributes()
         model_id = model if isinstance(model, str) else get_config_model_id(model.config)
         if args is None:
             args = GptOssGRPOConfig(f"{model_id.split('/')[-1]}-GRPO")
