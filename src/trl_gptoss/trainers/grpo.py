@@ -27,9 +27,9 @@ from trl.models import unwrap_model_for_generation
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id
 
+from .._compat import silence_renamed_attributes
 from ..attention import selftest
 from ..environments import Environment
-from .._compat import silence_renamed_attributes
 from ..harmony import HarmonyVocabulary, is_harmony, set_response_template, tool_spec
 from ..rollouts import RolloutLimits, ToolRunner
 from ..rollouts.transformers_backend import TransformersBackend
