@@ -1,6 +1,6 @@
 """Median latency of a stateless `PythonTool` call from one and from eight threads.
 
-    python benchmarks/sandbox_latency.py >> benchmarks/sandbox_latency.csv
+python benchmarks/sandbox_latency.py >> benchmarks/sandbox_latency.csv
 """
 
 import datetime
