@@ -5,6 +5,7 @@ compiles nothing: run `trl-gptoss build-kernels`. torch is not a build requireme
 download it a second time with all of CUDA; only its headers are needed, and those of the environment's torch are used.
 """
 
+import functools
 import importlib.util
 import os
 import shutil
@@ -36,6 +37,7 @@ def say(line: str) -> None:
     print(f"trl-gptoss: {line}", file=sys.stderr, flush=True)
 
 
+@functools.cache  # asked for the tag and for the build; said once
 def kernels_can_be_built() -> bool:
     """Whether nvcc and torch's headers are here. Raises if they are not although they were asked for."""
     choice = os.environ.get("TRL_GPTOSS_BUILD_KERNELS", "auto")
