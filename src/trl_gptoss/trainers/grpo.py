@@ -1,6 +1,7 @@
 """`GptOssGRPOTrainer`: TRL's GRPO with a token-exact tool loop and a ratio that is exactly 1 where it has to be."""
 
 import copy
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,8 +34,10 @@ from ..environments import Environment
 from ..harmony import HarmonyVocabulary, is_harmony, set_response_template, tool_spec
 from ..rollouts import RolloutLimits, ToolRunner
 from ..rollouts.transformers_backend import TransformersBackend
+from ..trajectory import Trajectory
 from .callbacks import RolloutProgressCallback
 from .config import GptOssGRPOConfig
+from .corrected_loss import CorrectionMixin
 from .environments import bind_environments
 from .experts_options import check_experts_options, prepare_experts
 from .guards import check_model
@@ -51,7 +54,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
 
-class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
+class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, GRPOTrainer):
     """[`~trl.GRPOTrainer`] for GPT-OSS and other models.
 
     The tokenizer decides how completions are made: with a Harmony tokenizer by the token-in/token-out loop of
@@ -67,6 +70,8 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
         `_calculate_rewards`: a failed reward function discards its rows.
         `_get_train_sampler`, `_start_epoch`: a shuffle that can be resumed in any epoch.
         `log`: sampled rollouts to disk, conversations to the terminal.
+        In [`CorrectionMixin`]: `_generate_and_score_completions`, `_compute_loss`,
+            `_get_per_token_logps_and_entropies`: rollout correction.
         In [`OnPolicyMixin`]: `compute_loss`, `training_step`, `_get_per_token_logps_and_entropies`: the ratio.
         In [`ResumableMixin`]: `train`, `_save_rng_state`, `_load_rng_state`: exact resumption.
     """
@@ -145,6 +150,7 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
+        self._setup_correction(own_policy_samples=not args.use_vllm and rollout_func is None)
         check_model(self._base_model)
         reference = None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
         prepare_experts(args, self.model, reference, self.accelerator.device)
@@ -269,7 +275,7 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
             [t.completion_ids for t in trajectories],
             [t.loss_mask for t in trajectories],
             [e.messages for e in episodes],
-            None if any(p is None for p in logps) else logps,
+            _complete(logps, trajectories),
             {"trajectories": trajectories},
             None,
             [],
@@ -367,3 +373,13 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
             self.num_completions_to_print = printed
         if training and self.accelerator.is_main_process:
             self.sampled_logs.write(self.state.global_step)
+
+
+def _complete(logps: list[list[float] | None], trajectories: list[Trajectory]) -> list[list[float]] | None:
+    """NaN for rollouts whose sampler reported no log-probs, `None` if no rollout has any."""
+    if all(row is None for row in logps):
+        return None
+    return [
+        [math.nan] * len(trajectory.completion_ids) if row is None else row
+        for row, trajectory in zip(logps, trajectories)
+    ]

@@ -19,7 +19,7 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 # What TRL hands to the model beside ids and masks, where a batch has it.
-_MODEL_INPUTS = (
+MODEL_INPUTS = (
     "pixel_values",
     "image_grid_thw",
     "num_images",
@@ -127,7 +127,7 @@ class OnPolicyMixin(GRPOTrainer):
                     torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
                     torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
                     inputs["completion_ids"].size(1),
-                    **{name: inputs[name] for name in _MODEL_INPUTS if name in inputs},
+                    **{name: inputs[name] for name in MODEL_INPUTS if name in inputs},
                 )
         finally:
             self.model.train(training)
