@@ -16,6 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from trl_gptoss.harmony.channel_ids import CHANNEL_NAMES, channel_ids
+from trl_gptoss.rollouts import SamplingOptions
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer, corrected_loss
 
 TOKENIZER = byte_tokenizer()
@@ -377,9 +378,10 @@ class KnownSampler:
     """The engine's own backend, with log-probs that are the model's plus `shift` on one channel's tokens."""
 
     def __init__(self, script, model, shift):
-        self.scripted, self.model, self.shift, self.collective = ScriptedBackend(script), model, shift, False
+        self.scripted, self.model, self.shift = ScriptedBackend(script), model, shift
+        self.collective, self.sampling = False, SamplingOptions()
 
-    def generate(self, prompts, max_new_tokens):
+    def generate(self, prompts, max_new_tokens, sampling=None):
         samples = self.scripted.generate(prompts, max_new_tokens)
         for prompt, sample in zip(prompts, samples):
             logps = plain_logps(self.model, prompt, sample.ids).tolist()

@@ -33,6 +33,9 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
         max_rollout_tokens (`int`, *optional*):
             Most tokens of one rollout after the prompt, tool results included. The same as `max_completion_length`,
             of which it is enough to set one.
+        max_rollout_seconds (`float`, *optional*):
+            Most wall-clock time of one rollout in seconds, waiting for the engine and for tools included; what was
+            sampled until then is trained on. `None` for no limit. Harmony rollouts only.
         executor (`str`, *optional*, defaults to `"bubblewrap"`):
             Where the code of the policy runs, if `environment_factory` is [`PythonTool`], a class derived from it, or
             a `functools.partial` of one that sets no executor itself.
@@ -88,6 +91,10 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
         metadata={
             "help": "Most tokens of one rollout after the prompt, tool results included: `max_completion_length`."
         },
+    )
+    max_rollout_seconds: float | None = field(
+        default=None,
+        metadata={"help": "Most wall-clock time of one rollout in seconds; None for no limit."},
     )
     executor: str = field(
         default="bubblewrap",
@@ -160,6 +167,8 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}.")
         if not self.tool_timeout > 0:  # refuses NaN, too
             raise ValueError(f"tool_timeout is {self.tool_timeout} seconds, it must be positive.")
+        if self.max_rollout_seconds is not None and not self.max_rollout_seconds > 0:
+            raise ValueError(f"max_rollout_seconds is {self.max_rollout_seconds}, it must be positive or None.")
         if self.prompt_date is not None:
             try:
                 written = date.fromisoformat(self.prompt_date).isoformat()

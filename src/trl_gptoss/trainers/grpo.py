@@ -198,6 +198,7 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, GRPOTrai
             max_turns=args.max_turns,
             max_rollout_tokens=args.max_rollout_tokens or sys.maxsize,
             max_context=self._context_length(),
+            max_seconds=args.max_rollout_seconds,
         )
         runner = ToolRunner(
             output_limit=args.tool_output_limit,
