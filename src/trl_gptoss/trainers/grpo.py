@@ -47,6 +47,7 @@ from .on_policy import OnPolicyMixin
 from .resumable import ResumableMixin
 from .reward_guard import discard_failed_rows, guard
 from .rollout_metrics import gather_rollout_metrics
+from .router_replay import record_generation
 from .sampled_logs import SampledLogs, SampledRollout
 from .sampling import EpochRepeatSampler
 
@@ -73,6 +74,7 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, GRPOTrai
         In [`CorrectionMixin`]: `_generate_and_score_completions`, `_compute_loss`,
             `_get_per_token_logps_and_entropies`: rollout correction.
         In [`OnPolicyMixin`]: `compute_loss`, `training_step`, `_get_per_token_logps_and_entropies`: the ratio.
+        In [`RouterReplayMixin`]: `_generate_and_score_completions`, `compute_loss`, `training_step`: router replay.
         In [`ResumableMixin`]: `train`, `_save_rng_state`, `_load_rng_state`: exact resumption.
     """
 
@@ -150,6 +152,7 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, GRPOTrai
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
+        self._setup_router_replay(self._base_model)
         self._setup_correction(own_policy_samples=not args.use_vllm and rollout_func is None)
         check_model(self._base_model)
         reference = None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
@@ -193,6 +196,7 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, GRPOTrai
                 pad_id=self._tokenizer.pad_token_id,
                 device=self.accelerator.device,
                 collective=self._dist.is_zero3 or self._dist.is_fsdp,
+                record_routing=record_generation if self._router is not None else None,
             )
         limits = RolloutLimits(
             max_turns=args.max_turns,
@@ -207,7 +211,7 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, GRPOTrai
         )
         for tool in self.tools:  # hints and docstrings are checked now, not when the first prompt is rendered
             tool_spec(tool)
-        return HarmonyRollouts(args, self._tokenizer, backend, runner, limits, self._any_rank)
+        return HarmonyRollouts(args, self._tokenizer, backend, runner, limits, self._any_rank, self._router)
 
     def _check_stop_ids(self, stop_ids: list[int]) -> None:
         """The three ids that end a Harmony turn are not negotiable, and the model must be able to sample them."""

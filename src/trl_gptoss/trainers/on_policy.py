@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
+
+from .router_replay import RouterReplayMixin
 
 # What TRL hands to the model beside ids and masks, where a batch has it.
 MODEL_INPUTS = (
@@ -33,7 +34,7 @@ MODEL_INPUTS = (
 )
 
 
-class OnPolicyMixin(GRPOTrainer):
+class OnPolicyMixin(RouterReplayMixin):
     """The methods of [`GRPOTrainer`] that the ratio depends on.
 
     Overridden, and why:
@@ -111,7 +112,8 @@ class OnPolicyMixin(GRPOTrainer):
         for index in {step % self.args.steps_per_generation for step in range(done, per_generation)}:
             slice_ = self._buffered_inputs[index]
             if "old_per_token_logps" not in slice_:
-                slice_["old_per_token_logps"] = self._eval_logps(slice_)
+                with self._routes_recorded(slice_):
+                    slice_["old_per_token_logps"] = self._eval_logps(slice_)
 
     def _eval_logps(self, inputs: dict[str, Any]) -> torch.Tensor:
         """(B, C) log-probs of the completions under the current weights, without dropout and without gradients."""
@@ -120,6 +122,7 @@ class OnPolicyMixin(GRPOTrainer):
         try:
             with (
                 torch.no_grad(),
+                self._routes_replayed(inputs),
                 disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
             ):
                 logps_BC, _, _ = self._get_per_token_logps_and_entropies(
