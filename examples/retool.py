@@ -2,9 +2,10 @@
 # requires-python = ">=3.11"
 # dependencies = ["trl-gptoss[peft,tasks]"]
 # ///
-"""ReTool: GRPO on math problems with a multi-turn Python tool.
+"""ReTool: GRPO or PPO on math problems with a multi-turn Python tool.
 
     accelerate launch --config_file configs/accelerate/cpu.yaml examples/retool.py --config configs/recipes/tiny.yaml
+    ... examples/retool.py --algorithm ppo --config configs/recipes/tiny_ppo.yaml
 
 Without --model_name_or_path it makes a tiny GPT-OSS, without --dataset_name it generates problems. On your own:
 
@@ -15,20 +16,26 @@ at the end OUTPUT_DIR holds the model, evaluation.json and report.html.
 """
 
 import json
+import sys
+from argparse import ArgumentParser
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import yaml
 from accelerate import PartialState
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
-from trl_gptoss import GptOssGRPOConfig, GptOssGRPOTrainer
+from trl_gptoss import GptOssGRPOConfig, GptOssGRPOTrainer, GptOssPPOConfig, GptOssPPOTrainer
 from trl_gptoss.report import make_report
 from trl_gptoss.tasks import retool
 from trl_gptoss.tiny import make_tiny_model
 
+ALGORITHMS = {"grpo": (GptOssGRPOConfig, GptOssGRPOTrainer), "ppo": (GptOssPPOConfig, GptOssPPOTrainer)}
+
 
 @dataclass
 class RetoolArguments:
+    algorithm: str = field(default="grpo", metadata={"help": "'grpo', or 'ppo': with a critic."})
     dataset_name: str = field(
         default="arithmetic",
         metadata={"help": "'arithmetic', 'reasoning_gym/<task>[,<task>]', a Hub id, or a local file or folder."},
@@ -77,7 +84,8 @@ def main(script_args: RetoolArguments, args: GptOssGRPOConfig, model_args: Model
         seed=args.seed,
         instructions=script_args.instructions,
     )
-    trainer = GptOssGRPOTrainer(
+    _, trainer_class = ALGORITHMS[script_args.algorithm]
+    trainer = trainer_class(
         model=model,
         args=args,
         train_dataset=retool.with_environment(train_problems),
@@ -117,5 +125,19 @@ def main(script_args: RetoolArguments, args: GptOssGRPOConfig, model_args: Model
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
 
 
+def parse(command_line: list[str]) -> tuple[RetoolArguments, GptOssGRPOConfig, ModelArguments]:
+    """The recipe's arguments and the command line's; --algorithm, from either, decides which trainer they are for."""
+    first = ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config")
+    first.add_argument("--algorithm", choices=sorted(ALGORITHMS))
+    known, _ = first.parse_known_args(command_line)
+    recipe = yaml.safe_load(Path(known.config).read_text()) if known.config else {}
+    algorithm = known.algorithm or recipe.get("algorithm", "grpo")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm is {algorithm!r} in {known.config}, expected one of {sorted(ALGORITHMS)}.")
+    config_class, _ = ALGORITHMS[algorithm]
+    return TrlParser((RetoolArguments, config_class, ModelArguments)).parse_args_and_config(command_line)
+
+
 if __name__ == "__main__":
-    main(*TrlParser((RetoolArguments, GptOssGRPOConfig, ModelArguments)).parse_args_and_config())
+    main(*parse(sys.argv[1:]))

@@ -18,6 +18,8 @@ _experts.register()
 _LAZY = {
     "GptOssGRPOConfig": "trainers",
     "GptOssGRPOTrainer": "trainers",
+    "GptOssPPOConfig": "trainers",
+    "GptOssPPOTrainer": "trainers",
     "Trajectory": "trajectory",
     "Turn": "trajectory",
     "StopReason": "trajectory",
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from .experts import fused_elementwise
     from .hub import save_pretrained_mxfp4
     from .rewards import format_reward, math_reward
-    from .trainers import GptOssGRPOConfig, GptOssGRPOTrainer
+    from .trainers import GptOssGRPOConfig, GptOssGRPOTrainer, GptOssPPOConfig, GptOssPPOTrainer
     from .trajectory import StopReason, Trajectory, Turn
 
 

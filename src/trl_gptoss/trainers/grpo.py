@@ -76,6 +76,7 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, GRPOTrai
         In [`ResumableMixin`]: `train`, `_save_rng_state`, `_load_rng_state`: exact resumption.
     """
 
+    _config_class: type[GptOssGRPOConfig] = GptOssGRPOConfig
     _tag_names = ["trl", "grpo", "trl-gptoss"]
 
     def __init__(
@@ -103,7 +104,7 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, GRPOTrai
         silence_renamed_attributes()
         model_id = model if isinstance(model, str) else get_config_model_id(model.config)
         if args is None:
-            args = GptOssGRPOConfig(f"{model_id.split('/')[-1]}-GRPO")
+            args = self._config_class(f"{model_id.split('/')[-1]}-{self._name}")
         if isinstance(model, str):
             reward_funcs = load_reward_models(reward_funcs, args.model_init_kwargs, args.trust_remote_code)
             args.model_init_kwargs = model_init_kwargs(model, args.model_init_kwargs, args.trust_remote_code)
@@ -134,6 +135,7 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, GRPOTrai
                     "knows only the attention names of transformers. Unset it, or use use_vllm=True."
                 )
         environment_factory = bind_environments(environment_factory, args)
+        self._before_loading(model, args, has_adapters=peft_config is not None or is_peft_model(model))
         super().__init__(
             model=model,
             reward_funcs=reward_funcs,
@@ -167,6 +169,11 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, GRPOTrai
         self._engine = self._build_engine() if self.speaks_harmony and rollout_func is None else None
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(RolloutProgressCallback())
+
+    def _before_loading(
+        self, model: "str | PreTrainedModel | PeftModel", args: GptOssGRPOConfig, has_adapters: bool
+    ) -> None:
+        """For subclasses: called before TRL loads the policy or puts adapters into it."""
 
     @property
     def _base_model(self) -> PreTrainedModel:
@@ -310,6 +317,7 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, GRPOTrai
             output = super()._generate_and_score_completions(self._rows)
         if training:
             self._generated_at = self.state.global_step
+            self._add_targets(output)
             self.sampled_logs.remember(
                 [
                     SampledRollout(
@@ -319,11 +327,18 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, GRPOTrai
                         advantage=advantage,
                     )
                     for row, rewards, advantage in zip(
-                        self._rows, self._local_rewards.tolist(), output["advantages"].tolist()
+                        self._rows, self._local_rewards.tolist(), self._row_advantages(output)
                     )
                 ]
             )
         return output
+
+    def _add_targets(self, output: dict[str, Any]) -> None:
+        """For subclasses: what their loss needs beside TRL's advantages, in the order of `_rows`, before the shuffle."""
+
+    def _row_advantages(self, output: dict[str, Any]) -> list[float]:
+        """One advantage per rollout, for the log."""
+        return output["advantages"].tolist()
 
     # ---- rewards, data, logs ----
 
