@@ -3,6 +3,7 @@
 The checkers are those of the package `if-verifiable` (extra `tasks`). They run in worker processes that can be killed.
 """
 
+import functools
 import importlib.metadata
 import os
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ class Checked:
     errors: list[str | None]
 
 
+@functools.cache  # it is asked for every constraint that is drawn, and looking takes milliseconds
 def require_if_verifiable() -> None:
     """Raise unless the packages are there.
 
