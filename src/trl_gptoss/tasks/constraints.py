@@ -190,7 +190,10 @@ def _arguments_conflict(constraints: list[Constraint]) -> str | None:
     if sentences.get("relation") == LESS_THAN and sentences["num_sentences"] <= 1:
         return "less than one sentence is no response"
     spliter = by_kind.get("detectable_format:multiple_sections", {}).get("section_spliter", "")
-    for kind, cased in (("change_case:english_lowercase", spliter.lower()), ("change_case:english_capital", spliter.upper())):
+    for kind, cased in (
+        ("change_case:english_lowercase", spliter.lower()),
+        ("change_case:english_capital", spliter.upper()),
+    ):
         if kind in by_kind and spliter != cased:
             return f"{spliter!r} has to be written as it is, and {kind} forbids it"
     first = by_kind.get("length_constraints:nth_paragraph_first_word", {})

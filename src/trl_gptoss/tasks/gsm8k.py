@@ -64,9 +64,7 @@ def stories(seed: int, held_out: bool = False) -> Iterator[tuple[int, str, int, 
         a, b = rng.randint(2, 9), rng.randint(2, 9)
         if operator == "-" and a < b:
             a, b = b, a
-        question = rng.choice(STORIES[operator]).format(
-            name=rng.choice(NAMES), things=rng.choice(THINGS), a=a, b=b
-        )
+        question = rng.choice(STORIES[operator]).format(name=rng.choice(NAMES), things=rng.choice(THINGS), a=a, b=b)
         if (zlib.crc32(question.encode()) % HELD_OUT_ONE_IN == 0) == held_out:
             yield a, operator, b, question
 
@@ -77,8 +75,10 @@ def _story_rows(n: int, seed: int, held_out: bool) -> list[tuple[str, str]]:
     for a, operator, b, question in islice(stories(seed, held_out), 20 * n):
         rows[question] = str(compute(a, operator, b))
         if len(rows) == n:
-            return list(rows.items())
-    raise ValueError(f"asked for {n} different stories, found only {len(rows)}: lower the number")
+            break
+    if len(rows) < n:
+        raise ValueError(f"asked for {n} different stories, found only {len(rows)}: lower the number")
+    return list(rows.items())
 
 
 def load_problems(

@@ -10,9 +10,10 @@ split into training and held-out problems that share no question:
 Rows have two columns: `prompt` (a conversation: `list[dict]`) and `answer` (`str`, the reference the reward reads).
 """
 
+import functools
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 from datasets import Dataset
@@ -72,8 +73,10 @@ def _arithmetic_rows(n: int, seed: int, held_out: bool) -> list[tuple[str, str]]
     for a, operator, b, question in islice(arithmetic_problems(seed, held_out), 20 * n):
         rows[question] = str(compute(a, operator, b))
         if len(rows) == n:
-            return list(rows.items())
-    raise ValueError(f"asked for {n} different arithmetic problems, found only {len(rows)}: lower the number")
+            break
+    if len(rows) < n:
+        raise ValueError(f"asked for {n} different arithmetic problems, found only {len(rows)}: lower the number")
+    return list(rows.items())
 
 
 def _reasoning_gym_rows(names: str, n_train: int, n_held_out: int, seed: int) -> list[list[tuple[str, str]]]:
@@ -177,8 +180,17 @@ class UnavailablePython(PythonTool):
         return ToolOutput("unavailable\n", failed=True)
 
 
-# The `environment_factory` of the task: a row chooses by its column `environment`.
-ENVIRONMENTS = {"python": PythonTool, "unavailable": UnavailablePython}
+def environments(*, stateful: bool = False) -> dict[str, Callable[[], PythonTool]]:
+    """The `environment_factory` of the task: a row chooses by its column `environment`.
+
+    Args:
+        stateful (`bool`, *optional*, defaults to `False`): keep variables between the calls of a rollout, as Harmony's
+            description of the tool promises.
+    """
+    return {
+        "python": functools.partial(PythonTool, stateful=stateful),
+        "unavailable": functools.partial(UnavailablePython, stateful=stateful),
+    }
 
 
 def with_environment(problems: Dataset, name: str = "python") -> Dataset:

@@ -58,7 +58,9 @@ INSTRUCTIONS = None
 Row = tuple[str, list[Constraint], str]  # prompt, constraints, benchmark
 
 
-def generated_prompts(seed: int, held_out: bool = False, simple: bool = False) -> Iterator[tuple[str, str, list[Constraint]]]:
+def generated_prompts(
+    seed: int, held_out: bool = False, simple: bool = False
+) -> Iterator[tuple[str, str, list[Constraint]]]:
     """Endless `(prompt, topic, constraints)`; one prompt in ten (its whole text) is held out, whatever the seed.
 
     Args:
@@ -84,8 +86,10 @@ def _generated_rows(n: int, seed: int, held_out: bool, simple: bool) -> list[Row
     for prompt, _, constraints in islice(generated_prompts(seed, held_out, simple), 20 * n):
         rows[prompt] = (prompt, constraints, "ifeval")
         if len(rows) == n:
-            return list(rows.values())
-    raise ValueError(f"asked for {n} different prompts, found only {len(rows)}: lower the number")
+            break
+    if len(rows) < n:
+        raise ValueError(f"asked for {n} different prompts, found only {len(rows)}: lower the number")
+    return list(rows.values())
 
 
 def _benchmark(ids: set[str], dataset_name: str) -> str:
@@ -118,7 +122,9 @@ def stored_rows(data: Dataset, dataset_name: str) -> list[Row]:
     for number, row in enumerate(data):
         ids, kwargs = row["instruction_id_list"], row["kwargs"]
         if len(ids) != len(kwargs):
-            raise ValueError(f"row {number} of {dataset_name} has {len(ids)} kinds and {len(kwargs)} sets of arguments")
+            raise ValueError(
+                f"row {number} of {dataset_name} has {len(ids)} kinds and {len(kwargs)} sets of arguments"
+            )
         prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
         constraints = [
             Constraint(id=i, kwargs={name: value for name, value in (k or {}).items() if value is not None})
