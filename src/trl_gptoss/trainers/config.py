@@ -7,6 +7,7 @@ from typing import Literal
 from trl import GRPOConfig
 
 from ..environments.python_tool import MINIMUM_OUTPUT_LIMIT
+from .freezing import check_freeze
 from .schedule import check_on_policy_schedule
 
 _TRL_MAX_COMPLETION_LENGTH = GRPOConfig.__dataclass_fields__["max_completion_length"].default
@@ -64,6 +65,9 @@ class GptOssGRPOConfig(GRPOConfig):
             it as the model has it, which is off for a new one. Needs `experts_implementation="gptoss_fused"`.
         fused_elementwise (`bool`, *optional*, defaults to `False`):
             Run RMSNorm and the rotary embedding through liger-kernel (extra `fast`). GPT-OSS on CUDA only.
+        freeze (`list[str]`, *optional*):
+            Parts of the model that are not trained: `"attention"` (projections and sinks), `"sinks"`, `"router"`,
+            `"experts"`, `"embeddings"` (input embedding and head). An error with PEFT.
     """
 
     on_policy: Literal["auto", "force", "off"] = field(
@@ -143,6 +147,12 @@ class GptOssGRPOConfig(GRPOConfig):
         default=False,
         metadata={"help": "RMSNorm and rotary embedding of GPT-OSS through liger-kernel (CUDA, extra `fast`)."},
     )
+    freeze: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Parts that are not trained: attention, sinks, router, experts, embeddings. An error with PEFT."
+        },
+    )
 
     def __post_init__(self) -> None:
         self._unify_budgets()
@@ -177,6 +187,7 @@ class GptOssGRPOConfig(GRPOConfig):
             raise ValueError(
                 f"experts_token_chunk is {self.experts_token_chunk}, it must be at least 1, or None to leave it off."
             )
+        check_freeze(self.freeze)
         if self.on_policy == "force":
             check_on_policy_schedule(self.gradient_accumulation_steps, self.steps_per_generation, self.num_iterations)
 
