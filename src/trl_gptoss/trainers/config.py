@@ -8,6 +8,7 @@ from trl import GRPOConfig
 
 from ..environments.python_tool import MINIMUM_OUTPUT_LIMIT
 from .correction_config import RolloutCorrectionConfig, correction_options
+from .freezing import check_freeze
 from .schedule import check_on_policy_schedule
 
 _TRL_MAX_COMPLETION_LENGTH = GRPOConfig.__dataclass_fields__["max_completion_length"].default
@@ -69,6 +70,9 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
             it as the model has it, which is off for a new one. Needs `experts_implementation="gptoss_fused"`.
         fused_elementwise (`bool`, *optional*, defaults to `False`):
             Run RMSNorm and the rotary embedding through liger-kernel (extra `fast`). GPT-OSS on CUDA only.
+        freeze (`list[str]`, *optional*):
+            Parts of the model that are not trained: `"attention"` (projections and sinks), `"sinks"`, `"router"`,
+            `"experts"`, `"embeddings"` (input embedding and head). An error with PEFT.
     """
 
     on_policy: Literal["auto", "force", "off"] = field(
@@ -152,6 +156,12 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
         default=False,
         metadata={"help": "RMSNorm and rotary embedding of GPT-OSS through liger-kernel (CUDA, extra `fast`)."},
     )
+    freeze: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Parts that are not trained: attention, sinks, router, experts, embeddings. An error with PEFT."
+        },
+    )
 
     def __post_init__(self) -> None:
         self._unify_budgets()
@@ -189,6 +199,7 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
                 f"experts_token_chunk is {self.experts_token_chunk}, it must be at least 1, or None to leave it off."
             )
         correction_options(self)
+        check_freeze(self.freeze)
         if self.on_policy == "force":
             check_on_policy_schedule(self.gradient_accumulation_steps, self.steps_per_generation, self.num_iterations)
 

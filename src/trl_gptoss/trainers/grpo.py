@@ -40,6 +40,7 @@ from .config import GptOssGRPOConfig
 from .corrected_loss import CorrectionMixin
 from .environments import bind_environments
 from .experts_options import check_experts_options, prepare_experts
+from .freezing import freeze
 from .guards import check_model
 from .harmony_rollouts import HarmonyRollouts
 from .loading import ATTENTION, load_reward_models, model_init_kwargs
@@ -156,6 +157,7 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, GRPOTrai
         check_model(self._base_model)
         reference = None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
         prepare_experts(args, self.model, reference, self.accelerator.device)
+        freeze(self.model, args.freeze)
         if self._base_model.config._attn_implementation == ATTENTION and self.accelerator.device.type == "cuda":
             selftest(self.accelerator.device)  # two seconds, before hours with a gradient that may be wrong
         self.reward_funcs = [
