@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,6 +35,23 @@ class _Turn:
     rows: list[int]  # of the member's micro-batch
     own: bool  # whether they are this rank's
     scale: torch.Tensor | float
+
+
+class _LocalAccelerator:
+    """An accelerator whose sums over ranks are those of this rank: TRL takes them for metrics that a turn throws away, and
+    for tensors whose size depends on the rows."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> torch.Tensor:
+        return tensor
 
 
 class PaddingFreeMixin(GRPOTrainer):
@@ -155,7 +173,7 @@ class PaddingFreeMixin(GRPOTrainer):
         return micro_batches([prompt + completion for prompt, completion in lengths], budget)
 
     def _most(self, count: int) -> int:
-        """The largest `count` of all ranks: sharded weights and TRL's metrics make every forward a collective."""
+        """The largest `count` of all ranks: with sharded weights every forward and backward is a collective."""
         if self._host_world is None:
             return count
         largest = torch.tensor(count)
@@ -246,11 +264,14 @@ class PaddingFreeMixin(GRPOTrainer):
     def _loss_of(self, model: nn.Module, turn: _Turn) -> torch.Tensor:
         """TRL's loss of one turn, without its metrics and without its controller of the entropy noticing."""
         kept = self._metrics, self.entropy_coef, self._last_world_entropy, self._entropy_window_stats
+        accelerator = self.accelerator
+        self.accelerator = _LocalAccelerator(accelerator)
         self._metrics = {mode: defaultdict(list) for mode in self._metrics}
         self._in_turn, self._known_lengths = True, turn.lengths
         try:
             return super().compute_loss(model, turn.inputs) * turn.scale
         finally:
+            self.accelerator = accelerator
             self._in_turn, self._known_lengths = False, None
             self._metrics, self.entropy_coef, self._last_world_entropy, self._entropy_window_stats = kept
 
