@@ -50,6 +50,7 @@ from .reward_guard import discard_failed_rows, guard
 from .rollout_metrics import gather_rollout_metrics
 from .sampled_logs import SampledLogs, SampledRollout
 from .sampling import EpochRepeatSampler
+from .sequence_options import choose_padding_free
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -74,6 +75,8 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, GRPOTrai
         In [`CorrectionMixin`]: `_generate_and_score_completions`, `_compute_loss`,
             `_get_per_token_logps_and_entropies`: rollout correction.
         In [`OnPolicyMixin`]: `compute_loss`, `training_step`, `_get_per_token_logps_and_entropies`: the ratio.
+        In [`PaddingFreeMixin`]: the same and `_generate_and_score_completions`: packed rows, token budget, sequence
+            parallelism.
         In [`ResumableMixin`]: `train`, `_save_rng_state`, `_load_rng_state`: exact resumption.
     """
 
@@ -156,6 +159,7 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, GRPOTrai
         self._setup_correction(own_policy_samples=not args.use_vllm and rollout_func is None)
         check_model(self._base_model)
         reference = None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
+        self._set_up_padding_free(choose_padding_free(args, self.model, self.accelerator))
         prepare_experts(args, self.model, reference, self.accelerator.device)
         freeze(self.model, args.freeze)
         if self._base_model.config._attn_implementation == ATTENTION and self.accelerator.device.type == "cuda":

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
+
+from .padding_free import PaddingFreeMixin
 
 # What TRL hands to the model beside ids and masks, where a batch has it.
 MODEL_INPUTS = (
@@ -33,7 +34,7 @@ MODEL_INPUTS = (
 )
 
 
-class OnPolicyMixin(GRPOTrainer):
+class OnPolicyMixin(PaddingFreeMixin):
     """The methods of [`GRPOTrainer`] that the ratio depends on.
 
     Overridden, and why:
@@ -45,7 +46,6 @@ class OnPolicyMixin(GRPOTrainer):
 
     _generated_at: int = -1  # optimizer steps done when the batch in use was generated
     _checked_at: int = -1  # optimizer step of the last recomputation
-    _training_logps: torch.Tensor | None = None
 
     @contextmanager
     def _without_second_forward(self) -> Iterator[None]:
@@ -120,6 +120,7 @@ class OnPolicyMixin(GRPOTrainer):
         try:
             with (
                 torch.no_grad(),
+                self._rows_of(inputs),
                 disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
             ):
                 logps_BC, _, _ = self._get_per_token_logps_and_entropies(
