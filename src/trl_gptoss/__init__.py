@@ -31,6 +31,7 @@ _LAZY = {
     "RolloutCorrection": "correction",
     "sink_attention": "attention",
     "fused_elementwise": "experts",
+    "merge_and_push": "hub",
     "save_pretrained_mxfp4": "hub",
 }
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from .correction import RolloutCorrection, rollout_correction
     from .environments import Environment, OpenEnvEnvironment, PythonTool, ToolOutput
     from .experts import fused_elementwise
-    from .hub import save_pretrained_mxfp4
+    from .hub import merge_and_push, save_pretrained_mxfp4
     from .rewards import format_reward, math_reward
     from .trainers import GptOssGRPOConfig, GptOssGRPOTrainer
     from .trajectory import StopReason, Trajectory, Turn

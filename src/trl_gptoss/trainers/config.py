@@ -7,15 +7,17 @@ from typing import Literal
 from trl import GRPOConfig
 
 from ..environments.python_tool import MINIMUM_OUTPUT_LIMIT
+from .saving_config import SavingConfig, check_saving_config
 from .schedule import check_on_policy_schedule
 
 _TRL_MAX_COMPLETION_LENGTH = GRPOConfig.__dataclass_fields__["max_completion_length"].default
 
 
 @dataclass
-class GptOssGRPOConfig(GRPOConfig):
+class GptOssGRPOConfig(SavingConfig, GRPOConfig):
     r"""
-    Configuration of [`GptOssGRPOTrainer`]. Everything of [`~trl.GRPOConfig`] keeps its meaning.
+    Configuration of [`GptOssGRPOTrainer`]. Everything of [`~trl.GRPOConfig`] keeps its meaning. What is saved and published
+    is described in [`SavingConfig`].
 
     Parameters:
         on_policy (`str`, *optional*, defaults to `"auto"`):
@@ -177,6 +179,7 @@ class GptOssGRPOConfig(GRPOConfig):
             raise ValueError(
                 f"experts_token_chunk is {self.experts_token_chunk}, it must be at least 1, or None to leave it off."
             )
+        check_saving_config(self)
         if self.on_policy == "force":
             check_on_policy_schedule(self.gradient_accumulation_steps, self.steps_per_generation, self.num_iterations)
 
