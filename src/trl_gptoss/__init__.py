@@ -5,12 +5,16 @@ transformers. It downloads nothing and touches no GPU; everything heavy is impor
 """
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from . import attention as _attention
 from . import experts as _experts
 
-__version__ = "0.1.0.dev0"
+try:
+    __version__ = importlib.metadata.version("trl-gptoss")
+except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+    __version__ = "0+unknown"
 
 _attention.register()
 _experts.register()
