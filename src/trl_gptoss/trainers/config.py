@@ -9,16 +9,17 @@ from trl import GRPOConfig
 from ..environments.python_tool import MINIMUM_OUTPUT_LIMIT
 from .correction_config import RolloutCorrectionConfig, correction_options
 from .freezing import check_freeze
+from .saving_config import SavingConfig, check_saving_config
 from .schedule import check_on_policy_schedule
 
 _TRL_MAX_COMPLETION_LENGTH = GRPOConfig.__dataclass_fields__["max_completion_length"].default
 
 
 @dataclass
-class GptOssGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
+class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, GRPOConfig):
     r"""
     Configuration of [`GptOssGRPOTrainer`]. Everything of [`~trl.GRPOConfig`] keeps its meaning. The settings of rollout
-    correction are those of [`RolloutCorrectionConfig`].
+    correction are those of [`RolloutCorrectionConfig`]; what is saved and published is described in [`SavingConfig`].
 
     Parameters:
         on_policy (`str`, *optional*, defaults to `"auto"`):
@@ -223,6 +224,7 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
         correction_options(self)
         check_freeze(self.freeze)
         self._check_padding_free()
+        check_saving_config(self)
         if self.on_policy == "force":
             check_on_policy_schedule(self.gradient_accumulation_steps, self.steps_per_generation, self.num_iterations)
 

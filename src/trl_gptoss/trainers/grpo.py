@@ -32,6 +32,8 @@ from .._compat import silence_renamed_attributes
 from ..attention import selftest
 from ..environments import Environment
 from ..harmony import HarmonyVocabulary, is_harmony, set_response_template, tool_spec
+from ..hub.adapters import train_sinks
+from ..hub.publish import check_save_format
 from ..rollouts import RolloutLimits, ToolRunner
 from ..rollouts.transformers_backend import TransformersBackend
 from ..trajectory import Trajectory
@@ -48,15 +50,17 @@ from .on_policy import OnPolicyMixin
 from .resumable import ResumableMixin
 from .reward_guard import discard_failed_rows, guard
 from .rollout_metrics import gather_rollout_metrics
+from .rollout_weights import check_rollout_weights, sampling_weights
 from .sampled_logs import SampledLogs, SampledRollout
 from .sampling import EpochRepeatSampler
 from .sequence_options import choose_padding_free
+from .saving import SavingMixin
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
 
-class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, GRPOTrainer):
+class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, SavingMixin, GRPOTrainer):
     """[`~trl.GRPOTrainer`] for GPT-OSS and other models.
 
     The tokenizer decides how completions are made: with a Harmony tokenizer by the token-in/token-out loop of
@@ -78,6 +82,7 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, GRPOTrai
         In [`PaddingFreeMixin`]: the same and `_generate_and_score_completions`: packed rows, token budget, sequence
             parallelism.
         In [`ResumableMixin`]: `train`, `_save_rng_state`, `_load_rng_state`: exact resumption.
+        In [`SavingMixin`]: `_save`, `create_model_card`, `push_to_hub`, `_push_from_checkpoint`: formats and publishing.
     """
 
     _config_class: type[GptOssGRPOConfig] = GptOssGRPOConfig
@@ -122,6 +127,7 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, GRPOTrai
             check_model(model)
             config, experts = model.config, model.config.get_text_config()._experts_implementation
         check_experts_options(args, config, experts)
+        check_save_format(args.save_format, config)
         if processing_class is None:
             processing_class = AutoProcessor.from_pretrained(
                 model_id,
@@ -158,6 +164,8 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, GRPOTrai
         )
         self._setup_correction(own_policy_samples=not args.use_vllm and rollout_func is None)
         check_model(self._base_model)
+        check_rollout_weights(args.rollout_weights, self._base_model.config, self.accelerator)
+        self._train_sinks()
         reference = None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
         self._set_up_padding_free(choose_padding_free(args, self.model, self.accelerator))
         prepare_experts(args, self.model, reference, self.accelerator.device)
@@ -184,6 +192,31 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, GRPOTrai
     @property
     def _base_model(self) -> PreTrainedModel:
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
+
+    def _train_sinks(self) -> None:
+        if not self.args.train_sinks or not is_peft_model(self.model):
+            return
+        if self.beta != 0.0:
+            raise ValueError(
+                f"train_sinks=True does not go with beta={self.beta}: the KL term compares with the model whose adapters are "
+                "disabled, in which the sinks would be the trained ones. Use beta=0.0, or train_sinks=False."
+            )
+        train_sinks(self.model)
+
+    # ---- what a model card says ----
+
+    def _describe_task(self) -> str:
+        environments = sorted({type(environment).__name__ for environment in self.environments or ()})
+        tools = sorted({tool.__name__ for tool in self.tools or ()})
+        parts = ["Multi-turn rollouts" if environments or tools else "Single-turn completions"]
+        parts += [f"environment {', '.join(environments)}"] if environments else []
+        parts += [f"tools {', '.join(tools)}"] if tools else []
+        parts += [f"at most {self.args.max_turns} turns"] if self.args.max_turns else []
+        parts.append(f"at most {self.args.max_rollout_tokens} tokens after the prompt")
+        return "; ".join(parts) + "."
+
+    def _reward_weights(self) -> dict[str, float]:
+        return dict(zip(self.reward_func_names, self.reward_weights.tolist()))
 
     # ---- generation ----
 
@@ -254,12 +287,14 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, GRPOTrai
                 gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
             ) as model,
             self._dist.summon_full_params(self.model_wrapped, recurse=False),
+            sampling_weights(model, self.args.rollout_weights),
         ):
             yield model
 
     def _sync_vllm_weights(self) -> None:
         if self.state.global_step != self._last_loaded_step:
-            with profiling_context(self, "sync_weights"):
+            policy = self.accelerator.unwrap_model(self.model)
+            with profiling_context(self, "sync_weights"), sampling_weights(policy, self.args.rollout_weights):
                 self.vllm_generation.sync_weights()
             self._last_loaded_step = self.state.global_step
 
