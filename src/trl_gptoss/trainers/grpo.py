@@ -53,8 +53,8 @@ from .rollout_metrics import gather_rollout_metrics
 from .rollout_weights import check_rollout_weights, sampling_weights
 from .sampled_logs import SampledLogs, SampledRollout
 from .sampling import EpochRepeatSampler
-from .sequence_options import choose_padding_free
 from .saving import SavingMixin
+from .sequence_options import choose_padding_free
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
