@@ -8,16 +8,18 @@ from trl import GRPOConfig
 
 from ..environments.python_tool import MINIMUM_OUTPUT_LIMIT
 from .correction_config import RolloutCorrectionConfig, correction_options
+from .freezing import check_freeze
+from .saving_config import SavingConfig, check_saving_config
 from .schedule import check_on_policy_schedule
 
 _TRL_MAX_COMPLETION_LENGTH = GRPOConfig.__dataclass_fields__["max_completion_length"].default
 
 
 @dataclass
-class GptOssGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
+class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, GRPOConfig):
     r"""
     Configuration of [`GptOssGRPOTrainer`]. Everything of [`~trl.GRPOConfig`] keeps its meaning. The settings of rollout
-    correction are those of [`RolloutCorrectionConfig`].
+    correction are those of [`RolloutCorrectionConfig`]; what is saved and published is described in [`SavingConfig`].
 
     Parameters:
         on_policy (`str`, *optional*, defaults to `"auto"`):
@@ -72,6 +74,19 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
             it as the model has it, which is off for a new one. Needs `experts_implementation="gptoss_fused"`.
         fused_elementwise (`bool`, *optional*, defaults to `False`):
             Run RMSNorm and the rotary embedding through liger-kernel (extra `fast`). GPT-OSS on CUDA only.
+        freeze (`list[str]`, *optional*):
+            Parts of the model that are not trained: `"attention"` (projections and sinks), `"sinks"`, `"router"`,
+            `"experts"`, `"embeddings"` (input embedding and head). An error with PEFT.
+        padding_free (`bool`, *optional*):
+            Pack the real tokens of all rows into one row, in every forward pass. `None`: where the model is GPT-OSS and
+            its attention keeps packed sequences apart (`sink_fa3`, `flash_attention_4`).
+        max_tokens_per_micro_batch (`int`, *optional*):
+            Most tokens that one device takes through the model at a time, prompts included; the rows of a device are
+            divided accordingly, and a row that is longer goes alone. The loss does not depend on it. `None`: all
+            `per_device_train_batch_size` rows at a time.
+        sequence_parallel_size (`int`, *optional*, defaults to `1`):
+            Ranks that share every sequence (Ulysses). Every rank still has its own batch; the group works on them one
+            after another. Divides the number of processes and the model's heads. Not Accelerate's `cp_size` or `sp_size`.
     """
 
     on_policy: Literal["auto", "force", "off"] = field(
@@ -162,6 +177,24 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
         default=False,
         metadata={"help": "RMSNorm and rotary embedding of GPT-OSS through liger-kernel (CUDA, extra `fast`)."},
     )
+    freeze: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Parts that are not trained: attention, sinks, router, experts, embeddings. An error with PEFT."
+        },
+    )
+    padding_free: bool | None = field(
+        default=None,
+        metadata={"help": "Pack the rows in every forward pass; None where GPT-OSS runs on an attention that can."},
+    )
+    max_tokens_per_micro_batch: int | None = field(
+        default=None,
+        metadata={"help": "Most tokens that one device takes through the model at a time; None for all rows at once."},
+    )
+    sequence_parallel_size: int = field(
+        default=1,
+        metadata={"help": "Ranks that share every sequence (Ulysses); 1 for none."},
+    )
 
     def __post_init__(self) -> None:
         self._unify_budgets()
@@ -206,8 +239,28 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, GRPOConfig):
                 "on_policy='off' that is TRL's, which records nothing. Set on_policy='auto'."
             )
         correction_options(self)
+        check_freeze(self.freeze)
+        self._check_padding_free()
+        check_saving_config(self)
         if self.on_policy == "force":
             check_on_policy_schedule(self.gradient_accumulation_steps, self.steps_per_generation, self.num_iterations)
+
+    def _check_padding_free(self) -> None:
+        if self.sequence_parallel_size < 1:
+            raise ValueError(
+                f"sequence_parallel_size is {self.sequence_parallel_size}, it must be at least 1 (1 for no sequence parallelism)."
+            )
+        if self.max_tokens_per_micro_batch is not None and self.max_tokens_per_micro_batch < 1:
+            raise ValueError(
+                f"max_tokens_per_micro_batch is {self.max_tokens_per_micro_batch}, it must be at least 1, or None."
+            )
+        if self.padding_free is False and (
+            self.sequence_parallel_size > 1 or self.max_tokens_per_micro_batch is not None
+        ):
+            raise ValueError(
+                f"padding_free=False with sequence_parallel_size={self.sequence_parallel_size} and "
+                f"max_tokens_per_micro_batch={self.max_tokens_per_micro_batch}: both work on packed rows. Remove padding_free."
+            )
 
     def _unify_budgets(self) -> None:
         """`max_turns` and `max_rollout_tokens` are TRL's budgets under the names of this loop: keep both in step."""
