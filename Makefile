@@ -1,6 +1,8 @@
 # make retool     train a tiny GPT-OSS with a Python tool, end to end (the main job); ALGORITHM=ppo for PPO
 # make test       lint, import contract, docs' code blocks, unit and distributed tests
 # make test-slow  the full grids, real data, several seeds
+# make wheels     sdist, pure wheel and, where nvcc is, the platform wheel, into dist/
+# make docs       the documentation site, into site/
 SHELL := /bin/bash
 PY    := .venv/bin/python
 SEED  ?= 0
@@ -11,7 +13,7 @@ ARGS  ?=
 GPU   := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU)
 ACCEL ?= configs/accelerate/$(if $(filter-out 0,$(GPU)),single_gpu,cpu).yaml
 
-.PHONY: retool test test-slow lint setup setup-dev constraints clean
+.PHONY: retool test test-slow lint setup setup-dev wheels docs constraints clean
 
 setup:
 	@scripts/setup_env.sh
@@ -34,9 +36,15 @@ test: lint
 test-slow: lint
 	$(PY) -m pytest -q -m "slow" $(ARGS)
 
+wheels: setup-dev
+	PYTHON=$(PY) scripts/build_wheels.sh dist
+
+docs: setup-dev
+	$(PY) -m mkdocs build --strict
+
 constraints: setup-dev
 	{ head -2 constraints.txt; $(PY) -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.new
 	mv constraints.new constraints.txt
 
 clean:
-	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .venv build dist site .pytest_cache .ruff_cache .import_linter_cache
