@@ -1,4 +1,4 @@
-# make retool     train a tiny GPT-OSS with a Python tool, end to end (the main job)
+# make retool     train a tiny GPT-OSS with a Python tool, end to end (the main job); ALGORITHM=ppo for PPO
 # make test       lint, import contract, docs' code blocks, unit and distributed tests
 # make test-slow  the full grids, real data, several seeds
 # make wheels     sdist, pure wheel and, where nvcc is, the platform wheel, into dist/
@@ -6,7 +6,9 @@
 SHELL := /bin/bash
 PY    := .venv/bin/python
 SEED  ?= 0
-OUT   ?= outputs/retool-tiny
+ALGORITHM ?= grpo
+RECIPE := configs/recipes/$(if $(filter ppo,$(ALGORITHM)),tiny_ppo,tiny).yaml
+OUT   ?= outputs/retool-tiny$(if $(filter ppo,$(ALGORITHM)),-ppo)
 ARGS  ?=
 GPU   := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU)
 ACCEL ?= configs/accelerate/$(if $(filter-out 0,$(GPU)),single_gpu,cpu).yaml
@@ -20,7 +22,7 @@ setup-dev:
 
 retool: setup
 	.venv/bin/accelerate launch --config_file $(ACCEL) examples/retool.py \
-	  --config configs/recipes/tiny.yaml --output_dir $(OUT) --seed $(SEED) $(ARGS)
+	  --config $(RECIPE) --algorithm $(ALGORITHM) --output_dir $(OUT) --seed $(SEED) $(ARGS)
 
 lint: setup-dev
 	.venv/bin/ruff check .

@@ -22,6 +22,8 @@ _experts.register()
 _LAZY = {
     "GptOssGRPOConfig": "trainers",
     "GptOssGRPOTrainer": "trainers",
+    "GptOssPPOConfig": "trainers",
+    "GptOssPPOTrainer": "trainers",
     "Trajectory": "trajectory",
     "Turn": "trajectory",
     "StopReason": "trajectory",
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
     from .experts import fused_elementwise
     from .hub import merge_and_push, save_pretrained_mxfp4
     from .rewards import format_reward, math_reward
-    from .trainers import GptOssGRPOConfig, GptOssGRPOTrainer
+    from .trainers import GptOssGRPOConfig, GptOssGRPOTrainer, GptOssPPOConfig, GptOssPPOTrainer
     from .trajectory import StopReason, Trajectory, Turn
 
 

@@ -28,6 +28,7 @@ COMMANDS = {
     "build-kernels": Command(
         "compile the Hopper attention kernels (nvcc, minutes)", "trl_gptoss.attention.build_command"
     ),
+    "eval": Command("measure a model on a task: avg@n with a confidence interval", "trl_gptoss.evaluation.command"),
     "export": Command(
         "merge an adapter, convert a checkpoint (bf16, MXFP4), push it", "trl_gptoss.hub.export_command"
     ),

@@ -22,6 +22,7 @@ class StopReason(StrEnum):
     TRUNCATED = "truncated"  # the policy was cut off: the token budget ran out in the middle of a turn
     MAX_TURNS = "max_turns"  # the turn budget ran out with a tool call still pending
     MAX_TOKENS = "max_tokens"  # the observation did not fit into the token budget any more
+    MAX_SECONDS = "max_seconds"  # the wall-clock budget ran out
 
 
 @dataclass(kw_only=True, slots=True)

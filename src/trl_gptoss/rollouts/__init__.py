@@ -1,7 +1,8 @@
 """Rollouts: generation backends, tool execution, and the token-in/token-out loop that joins them."""
 
-from .backend import GenerationBackend, Sample
+from .backend import GenerationBackend, Sample, SampleEnd, SamplingOptions
 from .loop import Episode, Observation, ParsedSample, RolloutLimits, ToolCall, TurnFormat, run_episodes
+from .stream import SampleRequest, SampleStream, ThreadStream
 from .tools import Toolbox, ToolRunner
 
 __all__ = [
@@ -11,6 +12,11 @@ __all__ = [
     "ParsedSample",
     "RolloutLimits",
     "Sample",
+    "SampleEnd",
+    "SampleRequest",
+    "SampleStream",
+    "SamplingOptions",
+    "ThreadStream",
     "ToolCall",
     "ToolRunner",
     "Toolbox",

@@ -1,6 +1,7 @@
 """`GptOssGRPOTrainer`: TRL's GRPO with a token-exact tool loop and a ratio that is exactly 1 where it has to be."""
 
 import copy
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,10 +36,13 @@ from ..hub.adapters import train_sinks
 from ..hub.publish import check_save_format
 from ..rollouts import RolloutLimits, ToolRunner
 from ..rollouts.transformers_backend import TransformersBackend
+from ..trajectory import Trajectory
 from .callbacks import RolloutProgressCallback
 from .config import GptOssGRPOConfig
+from .corrected_loss import CorrectionMixin
 from .environments import bind_environments
 from .experts_options import check_experts_options, prepare_experts
+from .freezing import freeze
 from .guards import check_model
 from .harmony_rollouts import HarmonyRollouts
 from .loading import ATTENTION, load_reward_models, model_init_kwargs
@@ -50,12 +54,13 @@ from .rollout_weights import check_rollout_weights, sampling_weights
 from .sampled_logs import SampledLogs, SampledRollout
 from .sampling import EpochRepeatSampler
 from .saving import SavingMixin
+from .sequence_options import choose_padding_free
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
 
-class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, SavingMixin, GRPOTrainer):
+class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, SavingMixin, GRPOTrainer):
     """[`~trl.GRPOTrainer`] for GPT-OSS and other models.
 
     The tokenizer decides how completions are made: with a Harmony tokenizer by the token-in/token-out loop of
@@ -71,11 +76,16 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, SavingMixin, GRPOTrainer)
         `_calculate_rewards`: a failed reward function discards its rows.
         `_get_train_sampler`, `_start_epoch`: a shuffle that can be resumed in any epoch.
         `log`: sampled rollouts to disk, conversations to the terminal.
+        In [`CorrectionMixin`]: `_generate_and_score_completions`, `_compute_loss`,
+            `_get_per_token_logps_and_entropies`: rollout correction.
         In [`OnPolicyMixin`]: `compute_loss`, `training_step`, `_get_per_token_logps_and_entropies`: the ratio.
+        In [`PaddingFreeMixin`]: the same and `_generate_and_score_completions`: packed rows, token budget, sequence
+            parallelism.
         In [`ResumableMixin`]: `train`, `_save_rng_state`, `_load_rng_state`: exact resumption.
         In [`SavingMixin`]: `_save`, `create_model_card`, `push_to_hub`, `_push_from_checkpoint`: formats and publishing.
     """
 
+    _config_class: type[GptOssGRPOConfig] = GptOssGRPOConfig
     _tag_names = ["trl", "grpo", "trl-gptoss"]
 
     def __init__(
@@ -103,7 +113,7 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, SavingMixin, GRPOTrainer)
         silence_renamed_attributes()
         model_id = model if isinstance(model, str) else get_config_model_id(model.config)
         if args is None:
-            args = GptOssGRPOConfig(f"{model_id.split('/')[-1]}-GRPO")
+            args = self._config_class(f"{model_id.split('/')[-1]}-{self._name}")
         if isinstance(model, str):
             reward_funcs = load_reward_models(reward_funcs, args.model_init_kwargs, args.trust_remote_code)
             args.model_init_kwargs = model_init_kwargs(model, args.model_init_kwargs, args.trust_remote_code)
@@ -135,6 +145,7 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, SavingMixin, GRPOTrainer)
                     "knows only the attention names of transformers. Unset it, or use use_vllm=True."
                 )
         environment_factory = bind_environments(environment_factory, args)
+        self._before_loading(model, args, has_adapters=peft_config is not None or is_peft_model(model))
         super().__init__(
             model=model,
             reward_funcs=reward_funcs,
@@ -151,11 +162,14 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, SavingMixin, GRPOTrainer)
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
+        self._setup_correction(own_policy_samples=not args.use_vllm and rollout_func is None)
         check_model(self._base_model)
         check_rollout_weights(args.rollout_weights, self._base_model.config, self.accelerator)
         self._train_sinks()
         reference = None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
+        self._set_up_padding_free(choose_padding_free(args, self.model, self.accelerator))
         prepare_experts(args, self.model, reference, self.accelerator.device)
+        freeze(self.model, args.freeze)
         if self._base_model.config._attn_implementation == ATTENTION and self.accelerator.device.type == "cuda":
             selftest(self.accelerator.device)  # two seconds, before hours with a gradient that may be wrong
         self.reward_funcs = [
@@ -169,6 +183,11 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, SavingMixin, GRPOTrainer)
         self._engine = self._build_engine() if self.speaks_harmony and rollout_func is None else None
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(RolloutProgressCallback())
+
+    def _before_loading(
+        self, model: "str | PreTrainedModel | PeftModel", args: GptOssGRPOConfig, has_adapters: bool
+    ) -> None:
+        """For subclasses: called before TRL loads the policy or puts adapters into it."""
 
     @property
     def _base_model(self) -> PreTrainedModel:
@@ -225,6 +244,7 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, SavingMixin, GRPOTrainer)
             max_turns=args.max_turns,
             max_rollout_tokens=args.max_rollout_tokens or sys.maxsize,
             max_context=self._context_length(),
+            max_seconds=args.max_rollout_seconds,
         )
         runner = ToolRunner(
             output_limit=args.tool_output_limit,
@@ -304,7 +324,7 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, SavingMixin, GRPOTrainer)
             [t.completion_ids for t in trajectories],
             [t.loss_mask for t in trajectories],
             [e.messages for e in episodes],
-            None if any(p is None for p in logps) else logps,
+            _complete(logps, trajectories),
             {"trajectories": trajectories},
             None,
             [],
@@ -338,6 +358,7 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, SavingMixin, GRPOTrainer)
             output = super()._generate_and_score_completions(self._rows)
         if training:
             self._generated_at = self.state.global_step
+            self._add_targets(output)
             self.sampled_logs.remember(
                 [
                     SampledRollout(
@@ -347,11 +368,18 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, SavingMixin, GRPOTrainer)
                         advantage=advantage,
                     )
                     for row, rewards, advantage in zip(
-                        self._rows, self._local_rewards.tolist(), output["advantages"].tolist()
+                        self._rows, self._local_rewards.tolist(), self._row_advantages(output)
                     )
                 ]
             )
         return output
+
+    def _add_targets(self, output: dict[str, Any]) -> None:
+        """For subclasses: what their loss needs beside TRL's advantages, in the order of `_rows`, before the shuffle."""
+
+    def _row_advantages(self, output: dict[str, Any]) -> list[float]:
+        """One advantage per rollout, for the log."""
+        return output["advantages"].tolist()
 
     # ---- rewards, data, logs ----
 
@@ -402,3 +430,13 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, SavingMixin, GRPOTrainer)
             self.num_completions_to_print = printed
         if training and self.accelerator.is_main_process:
             self.sampled_logs.write(self.state.global_step)
+
+
+def _complete(logps: list[list[float] | None], trajectories: list[Trajectory]) -> list[list[float]] | None:
+    """NaN for rollouts whose sampler reported no log-probs, `None` if no rollout has any."""
+    if all(row is None for row in logps):
+        return None
+    return [
+        [math.nan] * len(trajectory.completion_ids) if row is None else row
+        for row, trajectory in zip(logps, trajectories)
+    ]

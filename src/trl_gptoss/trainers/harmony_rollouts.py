@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import is_conversational
 
@@ -62,6 +63,8 @@ class HarmonyRollouts:
         Returns:
             `list[Episode]`: in the order of the rows.
         """
+        # Saved with the random states, so that a resumed run samples the same.
+        seed = int(torch.randint(2**62, ()))
         boxes = [
             self._toolbox(tools, environments[i] if environments is not None else None)
             for i, tools in enumerate(functions)
@@ -84,6 +87,7 @@ class HarmonyRollouts:
                     trajectory=Trajectory(prompt_ids=list(rendered[key])),
                     toolbox=toolbox,
                     environment=environment if isinstance(environment, Environment) else None,
+                    seed=seed + i,
                 )
             )
         run_episodes(

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
+from .padding_free import PaddingFreeMixin
 from .rollout_weights import sampling_weights
 
 # What TRL hands to the model beside ids and masks, where a batch has it.
-_MODEL_INPUTS = (
+MODEL_INPUTS = (
     "pixel_values",
     "image_grid_thw",
     "num_images",
@@ -35,7 +35,7 @@ _MODEL_INPUTS = (
 )
 
 
-class OnPolicyMixin(GRPOTrainer):
+class OnPolicyMixin(PaddingFreeMixin):
     """The methods of [`GRPOTrainer`] that the ratio depends on.
 
     Overridden, and why:
@@ -47,7 +47,6 @@ class OnPolicyMixin(GRPOTrainer):
 
     _generated_at: int = -1  # optimizer steps done when the batch in use was generated
     _checked_at: int = -1  # optimizer step of the last recomputation
-    _training_logps: torch.Tensor | None = None
 
     @contextmanager
     def _without_second_forward(self) -> Iterator[None]:
@@ -122,6 +121,7 @@ class OnPolicyMixin(GRPOTrainer):
         try:
             with (
                 torch.no_grad(),
+                self._rows_of(inputs),
                 disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
             ):
                 logps_BC, _, _ = self._get_per_token_logps_and_entropies(
@@ -129,7 +129,7 @@ class OnPolicyMixin(GRPOTrainer):
                     torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
                     torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
                     inputs["completion_ids"].size(1),
-                    **{name: inputs[name] for name in _MODEL_INPUTS if name in inputs},
+                    **{name: inputs[name] for name in MODEL_INPUTS if name in inputs},
                 )
         finally:
             self.model.train(training)
