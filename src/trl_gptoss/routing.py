@@ -139,6 +139,8 @@ def set_router_options(
         if router_dtype not in named:
             raise ValueError(f"router_dtype is {router_dtype!r}; expected one of {sorted(named)}, or None.")
         router_dtype = named[router_dtype]
+    elif router_dtype is not None and not (isinstance(router_dtype, torch.dtype) and router_dtype.is_floating_point):
+        raise ValueError(f"router_dtype is {router_dtype!r}; expected a floating torch.dtype, its name, or None.")
     for state in _states(model):
         state.dtype, state.deterministic = router_dtype, deterministic_top_k
 
@@ -218,6 +220,12 @@ def replay_routing(model: nn.Module, indices: torch.Tensor) -> Iterator[ReplayRe
     experts = next(m.num_experts for m in model.modules() if isinstance(m, GptOssTopKRouter))
     if indices.numel() and int(indices.max()) >= experts:
         raise ValueError(f"replay_routing got expert {int(indices.max())}; the model has {experts} experts.")
+    recorded = indices[indices[..., 0] >= 0]
+    if recorded.numel() and int(recorded.min()) < 0:
+        raise ValueError(
+            "replay_routing got rows that mix recorded experts and -1. A row holds the top_k experts of one token, or "
+            "starts with -1 where the router shall choose."
+        )
     before = [(state.replay, state.differences) for state in states]
     for state, layer in zip(states, indices, strict=True):
         state.replay, state.differences = layer, []

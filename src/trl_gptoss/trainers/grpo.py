@@ -79,9 +79,9 @@ class GptOssGRPOTrainer(CorrectionMixin, ResumableMixin, SavingMixin, GRPOTraine
         In [`CorrectionMixin`]: `_generate_and_score_completions`, `_compute_loss`,
             `_get_per_token_logps_and_entropies`: rollout correction.
         In [`OnPolicyMixin`]: `compute_loss`, `training_step`, `_get_per_token_logps_and_entropies`: the ratio.
-        In [`RouterReplayMixin`]: `_generate_and_score_completions`, `compute_loss`, `training_step`: router replay.
         In [`PaddingFreeMixin`]: the same and `_generate_and_score_completions`: packed rows, token budget, sequence
             parallelism.
+        In [`RouterReplayMixin`]: `_generate_and_score_completions`, `compute_loss`, `training_step`: router replay.
         In [`ResumableMixin`]: `train`, `_save_rng_state`, `_load_rng_state`: exact resumption.
         In [`SavingMixin`]: `_save`, `create_model_card`, `push_to_hub`, `_push_from_checkpoint`: formats and publishing.
     """

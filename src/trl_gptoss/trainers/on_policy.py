@@ -36,7 +36,7 @@ MODEL_INPUTS = (
 )
 
 
-class OnPolicyMixin(PaddingFreeMixin, RouterReplayMixin):
+class OnPolicyMixin(RouterReplayMixin, PaddingFreeMixin):
     """The methods of [`GRPOTrainer`] that the ratio depends on.
 
     Overridden, and why:
@@ -123,8 +123,8 @@ class OnPolicyMixin(PaddingFreeMixin, RouterReplayMixin):
         try:
             with (
                 torch.no_grad(),
-                self._routes_replayed(inputs),
                 self._rows_of(inputs),
+                self._routes_replayed(inputs),
                 disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
             ):
                 logps_BC, _, _ = self._get_per_token_logps_and_entropies(
