@@ -279,10 +279,11 @@ def resumed_cell(phase, size):
                 parameter.fill_(7)  # nothing but the checkpoint may be what goes on
         load_sharded(FOLDER / "sharded", model, optimizer)
     own = range(RANK * 4 // WORLD, (RANK + 1) * 4 // WORLD)
+    trainer.current_gradient_accumulation_steps = len(own)  # by which TRL divides
     for step in (0, 1) if phase == "save" else (2,):
         model.train()
         for rank in own:
-            (trainer.compute_loss(model, batch(rank, step, torch.float64)) / len(own)).backward()
+            trainer.compute_loss(model, batch(rank, step, torch.float64)).backward()
         optimizer.step()
         optimizer.zero_grad()
     if phase == "save":
