@@ -36,6 +36,7 @@ class CorrectionMixin(OnPolicyMixin):
     """
 
     speaks_harmony: bool
+    _in_turn: bool
     _correction: dict[str, Any] | None = None
     _only_measures: bool = False
     _forward: tuple | None = None
@@ -164,6 +165,8 @@ class CorrectionMixin(OnPolicyMixin):
 
     def _log_correction(self, correction: RolloutCorrection) -> None:
         """`rollout_correction/...` once per optimizer step, over its micro-batches and all ranks."""
+        if self._in_turn:  # a part of a micro-batch; the whole comes afterwards, see `padding_free`
+            return
         self._correction_rows.append(self.accelerator.gather(correction.stats[None]))
         if not self.accelerator.sync_gradients:
             return
