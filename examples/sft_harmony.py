@@ -55,7 +55,11 @@ def made_conversations(n: int, seed: int) -> list[list[dict]]:
 
 
 def samples(
-    conversations: Iterable[list[dict]], tokenizer: PreTrainedTokenizerBase, tools: list[str], effort: str, longest: int
+    conversations: Iterable[list[dict]],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: list[str],
+    effort: str,
+    longest: int,
 ) -> Dataset:
     """Columns `input_ids` and `labels`; samples longer than `longest` are left out rather than cut."""
     rows = []
@@ -82,7 +86,11 @@ def main(script_args: SftArguments, args: SFTConfig, model_args: ModelArguments)
     tools = ["python"] if script_args.python_tool else []
     train = samples(conversations, tokenizer, tools, script_args.reasoning_effort, args.max_length)
     trainer = SFTTrainer(
-        model=model, args=args, train_dataset=train, processing_class=tokenizer, peft_config=get_peft_config(model_args)
+        model=model,
+        args=args,
+        train_dataset=train,
+        processing_class=tokenizer,
+        peft_config=get_peft_config(model_args),
     )
     check_model(trainer.model, packed=args.packing or args.padding_free)  # sinks have a gradient, experts too
     trainer.train()

@@ -3,17 +3,32 @@
 
 #include "bwd_params.cuh"
 #include "fwd_mainloop.cuh"  // Ring
+#include "scheduler.cuh"
 
 namespace sink_fa3 {
 
-template <typename T_, int kStages_, bool kPingPong_, bool kDeterministic_, bool kInStep_ = kDeterministic_>
+// The order in which a block walks over its query tiles.
+enum class Walk {
+    // Heads outside, ascending tiles from the diagonal on: spreads concurrent blocks over different dQ tiles.
+    kHeadsOutside,
+    // The last tiles first, heads inside. All blocks of a unit start at the same tile and stay close, so that what they read and
+    // add to is in L2. Deterministic mode needs it: it adds to every dQ tile in ascending order of key blocks, and any order that
+    // starts at the diagonal would make the shorter blocks wait for the longest.
+    kInStep,
+    // The same, each block starting with another head, so that not all add to one dQ tile at a time.
+    kInStepRotated,
+};
+
+template <typename T_, int kStages_, bool kPingPong_, bool kDeterministic_, Walk kWalk_ = kDeterministic_ ? Walk::kInStep : Walk::kHeadsOutside,
+          int kDsBuffers_ = 2>
 struct BwdConfig {
     using T = T_;
     static constexpr int kStages = kStages_;
     static constexpr bool kPingPong = kPingPong_;  // the two warpgroups take turns at the tensor cores
     static constexpr bool kDeterministic = kDeterministic_;
-    static constexpr bool kInStep = kInStep_;  // TileWalk
-    static_assert(kInStep || !kDeterministic, "turns want blocks that follow each other");
+    static constexpr Walk kWalk = kWalk_;
+    static constexpr int kDsBuffers = kDsBuffers_;
+    static_assert(kWalk == Walk::kInStep || !kDeterministic, "turns want blocks that follow each other");
     static constexpr int kThreads = 384;
     static constexpr int kDqRegs = 72;
     static constexpr int kConsumerRegs = 216;
@@ -31,28 +46,31 @@ struct BwdSmem {
     alignas(1024) uint8_t v[kBwdKeys * 128];
     alignas(1024) uint8_t q[C::kStages][kBwdRows * 128];
     alignas(1024) uint8_t dout[C::kStages][kBwdRows * 128];
-    alignas(1024) uint8_t ds[2][kBwdKeys * 128];  // rows are keys, 64 queries each
+    alignas(1024) uint8_t ds[C::kDsBuffers][kBwdKeys * 128];  // rows are keys, 64 queries each
     alignas(1024) uint8_t staging[kBwdKeys * 128];
     alignas(16) float rows[C::kStages][2 * kBwdRows];
     uint64_t kv_full, item_empty;
     uint64_t full[C::kStages], empty[C::kStages];
-    uint64_t ds_full[2], ds_empty[2];
+    uint64_t ds_full[C::kDsBuffers], ds_empty[C::kDsBuffers];
     BwdItem item;
 };
 
-__device__ __forceinline__ bool decode_bwd_ticket(BwdParams const& p, int ticket, BwdItem& t) {
-    int const per_group = p.units_per_group * p.blocks;
-    int const g = ticket / per_group;
-    int const r = ticket - g * per_group;
-    int const unit = g * p.units_per_group + r % p.units_per_group;
-    t.n = r / p.units_per_group;  // the first keys are seen by the most queries
-    int const b = unit / p.kv_heads;
-    if (b >= p.batch) return false;
-    t.kv_head = unit - b * p.kv_heads;
+__host__ __device__ __forceinline__ BwdItem bwd_item(BwdParams const& p, int ticket) {
+    constexpr int kTogether = (24 << 20) / 512;  // tokens whose Q, dO and dQ accumulators of one head fill half of L2
+    Place const at = place_of(
+        p.ends, p.batch, p.kv_heads, ticket, [&](int b) { return (p.cu_k[b + 1] - p.cu_k[b] + kBwdKeys - 1) / kBwdKeys; },
+        [&](int b) {
+            int const fit = max(1, min(p.kv_heads, kTogether / max(1, p.cu_q[b + 1] - p.cu_q[b])));
+            int const groups = (p.kv_heads + fit - 1) / fit;
+            return (p.kv_heads + groups - 1) / groups;  // groups of equal size
+        });
+    BwdItem t;
+    t.kv_head = at.unit;
+    t.n = at.nth;  // the first keys are seen by the most queries
+    int const b = at.sequence;
     t.k_begin = p.cu_k[b];
     t.k_len = p.cu_k[b + 1] - t.k_begin;
     int const k0 = t.n * kBwdKeys;
-    if (k0 >= t.k_len) return false;
     t.q_begin = p.cu_q[b];
     t.q_len = p.cu_q[b + 1] - t.q_begin;
     t.slot0 = first_slot(p, b);
@@ -63,31 +81,28 @@ __device__ __forceinline__ bool decode_bwd_ticket(BwdParams const& p, int ticket
     t.m_min = first / kBwdRows;
     t.m_count = end > first ? (end + kBwdRows - 1) / kBwdRows - t.m_min : 0;
     t.end = 0;
-    return true;
+    return t;
 }
 
-// The order in which a block walks over its query tiles. In step: the last tiles first, heads inside. All blocks start at the
-// same tile and stay close, which deterministic mode needs: it adds to every dQ tile in ascending order of key blocks, and any
-// order that starts at the diagonal would make the shorter blocks wait for the longest. Otherwise: heads outside and ascending
-// tiles, which spread concurrent blocks over different dQ tiles.
-template <bool kInStep>
+template <Walk kWalk>
 struct TileWalk {
-    int m, head, m_min, m_end, head_begin, head_end;
+    int m, head, m_min, m_end, head_begin, head_end, head_first;
     __device__ __forceinline__ void start(BwdParams const& p, BwdItem const& t) {
         m_min = t.m_min, m_end = t.m_min + t.m_count;
         head_begin = t.kv_head * p.heads_per_kv, head_end = head_begin + p.heads_per_kv;
-        m = kInStep ? m_end - 1 : m_min;
-        head = head_begin;
+        head_first = kWalk == Walk::kInStepRotated ? head_begin + t.n % p.heads_per_kv : head_begin;
+        m = kWalk == Walk::kHeadsOutside ? m_min : m_end - 1;
+        head = head_first;
     }
     __device__ __forceinline__ void next() {
-        if constexpr (kInStep) {
-            if (++head == head_end) {
-                head = head_begin;
-                --m;
+        if constexpr (kWalk == Walk::kHeadsOutside) {
+            if (++m == m_end) {
+                m = m_min;
+                ++head;
             }
-        } else if (++m == m_end) {
-            m = m_min;
-            ++head;
+        } else {
+            if (++head == head_end) head = head_begin;
+            if (head == head_first) --m;
         }
     }
 };

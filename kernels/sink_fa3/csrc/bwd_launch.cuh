@@ -10,7 +10,7 @@
 namespace sink_fa3 {
 
 struct BwdWorkspace {
-    int64_t slots, dq_acc, rows, sink_part, turns, counter, bytes;  // offsets in bytes
+    int64_t slots, dq_acc, rows, sink_part, turns, ends, bytes;  // offsets in bytes; the counter comes before `ends`
 };
 
 inline BwdWorkspace bwd_workspace(Problem const& pr) {
@@ -22,8 +22,8 @@ inline BwdWorkspace bwd_workspace(Problem const& pr) {
     w.rows = w.dq_acc + up(tiles * kDqTile * 4);
     w.sink_part = w.rows + up(tiles * 2 * kBwdRows * 4);
     w.turns = w.sink_part + up(tiles * 4);
-    w.counter = w.turns + up(tiles * 4);
-    w.bytes = w.counter + 1024;
+    w.ends = w.turns + up(tiles * 4) + 16;
+    w.bytes = w.ends + int64_t(pr.batch) * 4;
     return w;
 }
 
@@ -54,28 +54,22 @@ char const* bwd_launch_config(Problem const& pr, BwdArgs const& a, cudaStream_t 
     p.dq_acc = reinterpret_cast<float*>(ws + w.dq_acc);
     p.rows = reinterpret_cast<float*>(ws + w.rows);
     p.sink_part = reinterpret_cast<float*>(ws + w.sink_part);
-    p.counter = reinterpret_cast<int*>(ws + w.counter);
+    int* const ends = reinterpret_cast<int*>(ws + w.ends);
+    p.ends = ends;
+    p.counter = ends - 1;
     p.turns = C::kDeterministic ? reinterpret_cast<int*>(ws + w.turns) : nullptr;
-    int const units = p.batch * p.kv_heads;
-    p.blocks = (std::min(pr.max_seqlen_k, pr.total_k) + kBwdKeys - 1) / kBwdKeys;
-    // Half of L2 for one head's Q, dO and dQ accumulators of the units in flight; groups of equal size.
-    int64_t const unit_bytes = int64_t(std::max(1, std::min(pr.max_seqlen_q, pr.total_q))) * 64 * 8;
-    int const fit = int(std::clamp<int64_t>((int64_t(24) << 20) / unit_bytes, 1, std::max(1, units)));
-    int const groups = std::max(1, (units + fit - 1) / fit);
-    p.units_per_group = (units + groups - 1) / groups;
-    int64_t const tickets = int64_t(groups) * p.units_per_group * p.blocks;
-    if (tickets >= (int64_t(1) << 31) - 65536) return "sink_fa3 bwd: batch * kv_heads * max_seqlen_k is too large";
-    p.tickets = int(tickets);
+    int64_t const tickets = blocks_at_most(pr.total_k, pr.max_seqlen_k, pr.batch, kBwdKeys) * p.kv_heads;
+    if (tickets >= (int64_t(1) << 31) - 65536) return "sink_fa3 bwd: total_k * kv_heads is too large";
 
     dim3 const tiles(p.slots, p.heads);
-    cudaMemsetAsync(p.counter, 0, sizeof(int), stream);
+    plan_tickets<<<1, kPlanThreads, 0, stream>>>(p.cu_k, p.batch, kBwdKeys, p.kv_heads, p.counter, ends);
     if (pr.total_q > 0) {
         bwd_prepare<T><<<tiles, 256, 0, stream>>>(p);
         if (a.sinks != nullptr) bwd_sinks<<<p.heads, 256, 0, stream>>>(p);
     } else if (a.sinks != nullptr) {
         cudaMemsetAsync(a.dsinks, 0, sizeof(float) * p.heads, stream);
     }
-    if (p.tickets > 0) {
+    if (tickets > 0) {
         CUtensorMap map_q, map_do, map_k, map_v;
         void const* q = pr.total_q > 0 ? a.q : a.k;
         void const* dout = pr.total_q > 0 ? a.dout : a.k;
@@ -88,7 +82,7 @@ char const* bwd_launch_config(Problem const& pr, BwdArgs const& a, cudaStream_t 
         auto* const kernel = bwd_kernel<C>;
         if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem) != cudaSuccess)
             return "sink_fa3 bwd: the device does not offer the shared memory of an sm_90 block";
-        kernel<<<std::min(p.tickets, multiprocessors()), C::kThreads, kSmem, stream>>>(map_q, map_do, map_k, map_v, p);
+        kernel<<<int(std::min<int64_t>(tickets, multiprocessors())), C::kThreads, kSmem, stream>>>(map_q, map_do, map_k, map_v, p);
     }
     if (pr.total_q > 0) bwd_dq<T><<<tiles, 128, 0, stream>>>(p);
     return cudaGetLastError() == cudaSuccess ? nullptr : "sink_fa3 bwd: launch failed";

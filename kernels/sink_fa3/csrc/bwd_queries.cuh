@@ -8,7 +8,7 @@ namespace sink_fa3 {
 template <typename C>
 struct QueryLoader {
     Ring<C::kStages> ring;
-    TileWalk<C::kInStep> at;
+    TileWalk<C::kWalk> at;
     int left;
     __device__ __forceinline__ void start(BwdParams const& p, BwdItem const& t) {
         at.start(p, t);
@@ -52,12 +52,7 @@ __device__ __forceinline__ void pass_turn_after_adds(int* turn, int next) {
 }
 // How many key blocks add to query tile m before block n does.
 __device__ __forceinline__ int turn_of(BwdParams const& p, BwdItem const& t, int m) {
-    int first = 0;
-    if (p.window > 0) {
-        int const key = m * kBwdRows + t.k_len - t.q_len - p.window + 1;  // first key that the tile's first query sees
-        first = max(0, key) / kBwdKeys;
-    }
-    return t.n - first;
+    return t.n - first_key_block(p, m, t.k_len - t.q_len);
 }
 
 template <typename C>
@@ -71,13 +66,12 @@ __device__ __forceinline__ void bwd_dq_warpgroup(BwdSmem<C>& sm, CUtensorMap con
     uint64_t const ds_desc = smem_desc_sw128(smem_addr(sm.ds[0]));
     while (true) {
         if (thread == 0) {
-            BwdItem t{};
-            int ticket;
-            do {
-                ticket = atomicAdd(p.counter, 1);
-            } while (ticket < p.tickets && !decode_bwd_ticket(p, ticket, t));
+            int const ticket = atomicAdd(p.counter, 1);
+            bool const work = ticket < p.ends[p.batch - 1];
+            BwdItem t;
+            if (work) t = bwd_item(p, ticket);
             mbar_wait(&sm.item_empty, phase ^ 1);
-            if (ticket >= p.tickets) {
+            if (!work) {
                 sm.item.end = 1;
                 mbar_arrive(&sm.kv_full);
             } else {
@@ -96,7 +90,7 @@ __device__ __forceinline__ void bwd_dq_warpgroup(BwdSmem<C>& sm, CUtensorMap con
         __syncwarp();
         if (t.end) return;
         if (lane == 0) mbar_arrive(&sm.item_empty);
-        TileWalk<C::kInStep> at;
+        TileWalk<C::kWalk> at;
         at.start(p, t);
         int* turn = nullptr;  // of the tile before, still to be passed on
         int next_turn = 0;
@@ -125,8 +119,10 @@ __device__ __forceinline__ void bwd_dq_warpgroup(BwdSmem<C>& sm, CUtensorMap con
             wgmma_wait<0>();
             keep(dq);
             if (lane == 0) mbar_arrive(&sm.ds_empty[buffer]);
-            buffer ^= 1;
-            ds_phase ^= buffer == 0;
+            if (++buffer == C::kDsBuffers) {
+                buffer = 0;
+                ds_phase ^= 1;
+            }
             int64_t const tile = int64_t(at.head) * p.slots + t.slot0 + at.m;
             float* const acc = p.dq_acc + tile * kDqTile + thread * 4;
             if constexpr (C::kDeterministic) {
@@ -135,8 +131,14 @@ __device__ __forceinline__ void bwd_dq_warpgroup(BwdSmem<C>& sm, CUtensorMap con
                 }
                 bar_sync(1, 128);
             }
+            if (C::kDeterministic && mine == 0) {  // the first to come stores, and nobody has to clear the tile
 #pragma unroll
-            for (int j = 0; j < 8; ++j) red_add_v4(acc + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+                for (int j = 0; j < 8; ++j)
+                    *reinterpret_cast<float4*>(acc + j * 512) = float4{dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
+            } else {
+#pragma unroll
+                for (int j = 0; j < 8; ++j) red_add_v4(acc + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+            }
             at.next();
         }
         if constexpr (C::kDeterministic) pass_turn_after_adds(turn, next_turn);

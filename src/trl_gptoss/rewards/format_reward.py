@@ -4,7 +4,7 @@ from typing import Any
 
 from ..trajectory import StopReason, Trajectory
 
-_CUT_OFF = (StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS)
+_CUT_OFF = (StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.MAX_SECONDS)
 
 
 def format_reward(
