@@ -51,7 +51,9 @@ def test_qwen_runs_every_task(tmp_path, recipe):
         task.REWARDS = rewards
     rows = json.loads((out / "evaluation.json").read_text())
     assert [r["policy"] for r in rows][:2] == ["before RL", "after RL"]
-    assert all(r["problems"] == 2 and r["answers"] == 2 and r["unscored"] == 0 and r["low"] <= r["accuracy"] for r in rows)
+    assert all(
+        r["problems"] == 2 and r["answers"] == 2 and r["unscored"] == 0 and r["low"] <= r["accuracy"] for r in rows
+    )
     history = json.loads((out / "trainer_state.json").read_text())["log_history"]
     assert all(e["on_policy/forced"] == 1 for e in history if "on_policy/forced" in e)
     assert any("on_policy/forced" in e for e in history)
