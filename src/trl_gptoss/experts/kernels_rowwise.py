@@ -16,27 +16,49 @@ _COLUMNS = 128  # columns of one program
 
 @triton.jit
 def _combine_kernel(
-    rows_ptr, index_ptr, out_ptr, columns, stride_rows, stride_out, E, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+    rows_ptr,
+    index_ptr,
+    out_ptr,
+    T,
+    columns,
+    stride_rows,
+    stride_out,
+    E,
+    TOP_K: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < columns
-    total = tl.zeros((BLOCK,), tl.float32)
+    token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    column = tl.program_id(1) * BC + tl.arange(0, BC)
+    mask = (token < T)[:, None] & (column < columns)[None, :]
+    total = tl.zeros((BT, BC), tl.float32)
     for slot in tl.static_range(TOP_K):
-        expert = tl.load(index_ptr + token * TOP_K + slot)
-        computed = (expert >= 0) & (expert < E)
-        row = tl.load(rows_ptr + (token * TOP_K + slot) * stride_rows + column, mask=mask & computed, other=0.0)
-        total += row.to(tl.float32)
-    tl.store(out_ptr + token * stride_out + column, total.to(out_ptr.dtype.element_ty), mask=mask)
+        assignment = token * TOP_K + slot
+        row = tl.load(rows_ptr + assignment[:, None] * stride_rows + column[None, :], mask=mask, other=0.0)
+        # selected after the load, so that the rows need not wait for the indices; rows of others are unwritten
+        expert = tl.load(index_ptr + assignment, mask=token < T, other=-1)
+        total += tl.where(((expert >= 0) & (expert < E))[:, None], row.to(tl.float32), 0.0)
+    tl.store(out_ptr + token[:, None] * stride_out + column[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def combine(rows: torch.Tensor, index: torch.Tensor, out: torch.Tensor, num_experts: int) -> None:
     """`out[t] = sum of rows[t * k + slot]` over the slots whose expert is computed here; `rows` (M, C), `out` (T, C)."""
     tokens, top_k = index.shape
     columns = out.shape[1]
-    block = min(1024, next_power_of_2(columns))
-    _combine_kernel[(tokens, cdiv(columns, block))](
-        rows, index, out, columns, rows.stride(0), out.stride(0), num_experts, TOP_K=top_k, BLOCK=block, num_warps=4
+    block_t = 4 if tokens >= 1024 else 1
+    _combine_kernel[(cdiv(tokens, block_t), cdiv(columns, 512))](
+        rows,
+        index,
+        out,
+        tokens,
+        columns,
+        rows.stride(0),
+        out.stride(0),
+        num_experts,
+        TOP_K=top_k,
+        BT=block_t,
+        BC=512,
+        num_warps=4 if block_t > 1 else 2,
     )
 
 

@@ -39,6 +39,14 @@ TABLES: dict[str, dict[str, dict[int, tuple]]] = {
             1024: (128, 256, 64, 8, 3, 8, 1, True, True),
             4096: (128, 256, 64, 8, 3, 8, 1, True, True),
         },
+        "grad_hidden_sorted": {
+            1: (16, 128, 64, 8, 5, 8, 2, False, False),
+            8: (16, 128, 64, 8, 5, 8, 2, False, False),
+            64: (64, 256, 64, 4, 4, 8, 1, True, False),
+            256: (128, 256, 64, 8, 3, 8, 1, True, False),
+            1024: (128, 256, 64, 8, 3, 8, 1, True, False),
+            4096: (128, 256, 64, 8, 3, 8, 1, True, False),
+        },
         "grad_input": {
             1: (16, 64, 128, 4, 3, 8, 4, False, False),
             8: (16, 64, 128, 4, 3, 8, 4, False, False),

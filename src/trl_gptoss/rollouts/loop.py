@@ -13,8 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from ..trajectory import StopReason, ToolResult, Trajectory, Turn
 from .backend import GenerationBackend, Sample, SampleEnd
+from .routed_experts import RouterShape, check_routing
 from .stream import SampleRequest, SampleStream, WaveStream
 from .tools import Toolbox, ToolCall, ToolRunner, ToolSession
 
@@ -100,6 +103,7 @@ class Episode:
     deadline: float | None = None
     piece: Sample | None = None
     pieces: int = 0
+    routing: list[np.ndarray] = field(default_factory=list)
 
 
 def run_episodes(
@@ -110,6 +114,7 @@ def run_episodes(
     limits: RolloutLimits,
     stop_ids: list[int],
     any_rank_running: Callable[[bool], bool],
+    router: RouterShape | None = None,
 ) -> None:
     """Run all episodes to their end, in place. Each goes on as soon as it can; none waits for another one's tools.
 
@@ -122,12 +127,14 @@ def run_episodes(
         stop_ids (`list[int]`): a sample that does not end with one of them was cut off.
         any_rank_running (`Callable[[bool], bool]`): logical or over all ranks. Used twice per wave if the backend is
             collective, so that ranks whose rollouts have ended keep taking part.
+        router ([`RouterShape`], *optional*): the backend has to report the experts of every sample.
 
     Raises:
         ValueError: a prompt leaves no room for a completion in the context.
         RuntimeError: the backend sampled nothing at all.
+        DamagedRouting: the experts it reports cannot be those it used.
     """
-    _Run(episodes, backend, turn_format, tools.session(), limits, stop_ids, any_rank_running).to_the_end()
+    _Run(episodes, backend, turn_format, tools.session(), limits, stop_ids, any_rank_running, router).to_the_end()
 
 
 class _Run:
@@ -142,6 +149,7 @@ class _Run:
         limits: RolloutLimits,
         stop_ids: list[int],
         any_rank_running: Callable[[bool], bool],
+        router: RouterShape | None,
     ) -> None:
         self.episodes = episodes
         self.backend = backend
@@ -151,6 +159,7 @@ class _Run:
         self.limits = limits
         self.stop_ids = stop_ids
         self.any_rank_running = any_rank_running
+        self.router = router
         self.calls: dict[int, list[ToolCall]] = {}
 
     def to_the_end(self) -> None:
@@ -201,6 +210,8 @@ class _Run:
     def take(self, key: int, sample: Sample) -> None:
         """Append what was sampled, and go on with the tools of the turn."""
         episode = self.episodes[key]
+        if self.router is not None and sample.ids:
+            self._take_routing(episode, sample)
         sample = _joined(episode.piece, sample)
         cut = not sample.ids or sample.ids[-1] not in self.stop_ids
         unfinished = cut and len(sample.ids) < episode.budget and sample.end is not SampleEnd.ABORT
@@ -213,6 +224,13 @@ class _Run:
         if calls:
             self.calls[key] = calls
             self.tools.start(key, episode.toolbox, calls, episode.deadline)
+
+    def _take_routing(self, episode: Episode, sample: Sample) -> None:
+        """Keep the rows of positions that have none yet."""
+        prompt = len(episode.context) + (0 if episode.piece is None else len(episode.piece.ids))
+        rows = check_routing(sample.routing, self.router, prompt, len(sample.ids))
+        known = sum(len(part) for part in episode.routing)
+        episode.routing.append(rows[known:])
 
     def answer(self, key: int, results: list[ToolResult]) -> None:
         """Append the results of a turn's calls, and go on with the next turn."""
@@ -254,6 +272,7 @@ def _take(
             sampling_logps=sample.logps,
             messages=parsed.messages,
             anomalies=parsed.anomalies,
+            routing=_routing_of_turn(episode),
         )
     )
     trajectory.final_text = parsed.final_text
@@ -271,6 +290,14 @@ def _take(
     else:
         return parsed.calls
     return []
+
+
+def _routing_of_turn(episode: Episode) -> np.ndarray | None:
+    """The rows that the earlier turns do not hold."""
+    if not episode.routing:
+        return None
+    held = sum(len(turn.routing) for turn in episode.trajectory.turns)
+    return np.concatenate(episode.routing)[held:]
 
 
 def _answer(episode: Episode, calls: list[ToolCall], results: list[ToolResult], turn_format: TurnFormat) -> bool:

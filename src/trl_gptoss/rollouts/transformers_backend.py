@@ -2,13 +2,18 @@
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from .backend import Sample, SampleEnd, SamplingOptions
 from .row_sampler import RowSampler
+
+
+class _RoutingRecord(Protocol):
+    def forwards(self) -> list[torch.Tensor]: ...
 
 
 class TransformersBackend:
@@ -27,6 +32,8 @@ class TransformersBackend:
         pad_id (`int`): any id the embedding knows; it is masked everywhere.
         device (`torch.device`): where the model lives.
         collective (`bool`): whether the weights are sharded over ranks, see [`GenerationBackend`].
+        record_routing (`Callable[[PreTrainedModel], AbstractContextManager]`, *optional*):
+            Records the experts of every forward inside of it; yields an object whose `forwards()` are (L, B*T, k) each.
     """
 
     def __init__(
@@ -37,6 +44,7 @@ class TransformersBackend:
         pad_id: int,
         device: torch.device,
         collective: bool,
+        record_routing: Callable[[PreTrainedModel], AbstractContextManager[_RoutingRecord]] | None = None,
     ) -> None:
         self.open_model = open_model
         self.generation_config = generation_config
@@ -45,6 +53,7 @@ class TransformersBackend:
         self.pad_id = pad_id
         self.device = device
         self.collective = collective
+        self.record_routing = record_routing
 
     def generate(
         self, prompts: list[list[int]], max_new_tokens: list[int], sampling: list[SamplingOptions] | None = None
@@ -57,7 +66,7 @@ class TransformersBackend:
         rows = sampling if sampling else [self.sampling] * len(batch)
         sampler = RowSampler(rows, limit)
         input_ids_BT, mask_BT = self._left_pad(batch)
-        with self.open_model() as model, torch.no_grad():
+        with self.open_model() as model, torch.no_grad(), self._recording(model) as record:
             was_training = model.training
             model.eval()
             try:
@@ -70,9 +79,15 @@ class TransformersBackend:
             finally:
                 model.train(was_training)
         ids_of_rows = output_BT[:, input_ids_BT.size(1) :].tolist()
-        return [
+        samples = [
             self._sample(ids, logps, n) for ids, logps, n in zip(ids_of_rows, sampler.logps_of_rows(), max_new_tokens)
         ]
+        if record is not None and prompts:
+            _add_routing(samples, record.forwards(), prompts)
+        return samples
+
+    def _recording(self, model: PreTrainedModel) -> AbstractContextManager[_RoutingRecord | None]:
+        return nullcontext() if self.record_routing is None else self.record_routing(model)
 
     def _greedy(self, limit: int) -> GenerationConfig:
         """`generate` only takes what [`RowSampler`] leaves; the options of sampling are applied there, row by row."""
@@ -97,6 +112,15 @@ class TransformersBackend:
             if token in self.stop_ids:
                 return Sample(ids=ids[: i + 1], logps=logps[: i + 1], end=SampleEnd.STOP)
         return Sample(ids=ids[:limit], logps=logps[:limit], end=SampleEnd.LENGTH)
+
+
+def _add_routing(samples: list[Sample], forwards: list[torch.Tensor], prompts: list[list[int]]) -> None:
+    """The first forward is the left-padded prompts, (L, B*T, k), each later one a token of every row, (L, B, k)."""
+    count, width = len(prompts), max(map(len, prompts))
+    by_row = [f.unflatten(1, (count, -1)) for f in forwards]
+    experts_BTLk = torch.cat(by_row, dim=2).permute(1, 2, 0, 3).cpu().numpy()
+    for sample, prompt, rows in zip(samples, prompts, experts_BTLk):
+        sample.routing = rows[width - len(prompt) : width + len(sample.ids) - 1]
 
 
 def _sampling_options(config: GenerationConfig) -> SamplingOptions:

@@ -66,6 +66,9 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, GRPOConfig):
         router_deterministic_top_k (`bool`, *optional*, defaults to `False`):
             Of experts with equal logits, take the one with the lower index, whatever device or batch shape. GPT-OSS
             only.
+        router_replay (`str`, *optional*, defaults to `"off"`):
+            `"rollout"`: the trainer's forward takes the experts that the sampler took (R3). `"old"`: optimizer steps on
+            the same batch take those of the forward that gave the old log-probs (R2). GPT-OSS only.
         experts_token_chunk (`int`, *optional*):
             Tokens that the experts process at a time: less memory, one more first product in backward. `None` leaves
             it as the model has it, which is off for a new one. Needs `experts_implementation="gptoss_fused"`.
@@ -159,6 +162,13 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, GRPOConfig):
         default=False,
         metadata={"help": "Of experts with equal router logits take the lower index (GPT-OSS)."},
     )
+    router_replay: Literal["off", "rollout", "old"] = field(
+        default="off",
+        metadata={
+            "help": "'rollout': take the experts that the sampler took; 'old': those of the forward that gave the old "
+            "log-probs; 'off': the router chooses (GPT-OSS)."
+        },
+    )
     experts_token_chunk: int | None = field(
         default=None,
         metadata={"help": "Tokens that experts_implementation='gptoss_fused' processes at a time; None for all."},
@@ -220,6 +230,13 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, GRPOConfig):
         if self.experts_token_chunk is not None and self.experts_token_chunk < 1:
             raise ValueError(
                 f"experts_token_chunk is {self.experts_token_chunk}, it must be at least 1, or None to leave it off."
+            )
+        if self.router_replay not in ("off", "rollout", "old"):
+            raise ValueError(f"router_replay is {self.router_replay!r}, expected 'off', 'rollout' or 'old'.")
+        if self.router_replay == "old" and self.on_policy == "off":
+            raise ValueError(
+                "router_replay='old' replays the forward that on_policy='auto' takes for the old log-probs; with "
+                "on_policy='off' that is TRL's, which records nothing. Set on_policy='auto'."
             )
         correction_options(self)
         check_freeze(self.freeze)

@@ -51,6 +51,7 @@ from .resumable import ResumableMixin
 from .reward_guard import discard_failed_rows, guard
 from .rollout_metrics import gather_rollout_metrics
 from .rollout_weights import check_rollout_weights, sampling_weights
+from .router_replay import record_generation
 from .sampled_logs import SampledLogs, SampledRollout
 from .sampling import EpochRepeatSampler
 from .saving import SavingMixin
@@ -81,6 +82,7 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, SavingMi
         In [`OnPolicyMixin`]: `compute_loss`, `training_step`, `_get_per_token_logps_and_entropies`: the ratio.
         In [`PaddingFreeMixin`]: the same and `_generate_and_score_completions`: packed rows, token budget, sequence
             parallelism.
+        In [`RouterReplayMixin`]: `_generate_and_score_completions`, `compute_loss`, `training_step`: router replay.
         In [`ResumableMixin`]: `train`, `_save_rng_state`, `_load_rng_state`: exact resumption.
         In [`SavingMixin`]: `_save`, `create_model_card`, `push_to_hub`, `_push_from_checkpoint`: formats and publishing.
     """
@@ -162,6 +164,7 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, SavingMi
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
+        self._setup_router_replay(self._base_model)
         self._setup_correction(own_policy_samples=not args.use_vllm and rollout_func is None)
         check_model(self._base_model)
         check_rollout_weights(args.rollout_weights, self._base_model.config, self.accelerator)
@@ -239,6 +242,7 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, SavingMi
                 pad_id=self._tokenizer.pad_token_id,
                 device=self.accelerator.device,
                 collective=self._dist.is_zero3 or self._dist.is_fsdp,
+                record_routing=record_generation if self._router is not None else None,
             )
         limits = RolloutLimits(
             max_turns=args.max_turns,
@@ -253,7 +257,7 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, SavingMi
         )
         for tool in self.tools:  # hints and docstrings are checked now, not when the first prompt is rendered
             tool_spec(tool)
-        return HarmonyRollouts(args, self._tokenizer, backend, runner, limits, self._any_rank)
+        return HarmonyRollouts(args, self._tokenizer, backend, runner, limits, self._any_rank, self._router)
 
     def _check_stop_ids(self, stop_ids: list[int]) -> None:
         """The three ids that end a Harmony turn are not negotiable, and the model must be able to sample them."""

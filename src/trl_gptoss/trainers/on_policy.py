@@ -19,6 +19,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from .padding_free import PaddingFreeMixin
 from .rollout_weights import sampling_weights
+from .router_replay import RouterReplayMixin
 
 # What TRL hands to the model beside ids and masks, where a batch has it.
 MODEL_INPUTS = (
@@ -35,7 +36,7 @@ MODEL_INPUTS = (
 )
 
 
-class OnPolicyMixin(PaddingFreeMixin):
+class OnPolicyMixin(RouterReplayMixin, PaddingFreeMixin):
     """The methods of [`GRPOTrainer`] that the ratio depends on.
 
     Overridden, and why:
@@ -112,7 +113,8 @@ class OnPolicyMixin(PaddingFreeMixin):
         for index in {step % self.args.steps_per_generation for step in range(done, per_generation)}:
             slice_ = self._buffered_inputs[index]
             if "old_per_token_logps" not in slice_:
-                slice_["old_per_token_logps"] = self._eval_logps(slice_)
+                with self._routes_recorded(slice_):
+                    slice_["old_per_token_logps"] = self._eval_logps(slice_)
 
     def _eval_logps(self, inputs: dict[str, Any]) -> torch.Tensor:
         """(B, C) log-probs of the completions under the current weights, without dropout and without gradients."""
@@ -122,6 +124,7 @@ class OnPolicyMixin(PaddingFreeMixin):
             with (
                 torch.no_grad(),
                 self._rows_of(inputs),
+                self._routes_replayed(inputs),
                 disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
             ):
                 logps_BC, _, _ = self._get_per_token_logps_and_entropies(
