@@ -155,6 +155,6 @@ def gate_backward(
         BM=PAD,
         BR=8,
         BC=_COLUMNS,
-        num_warps=4,
+        num_warps=8,  # four pairs per thread: loads and stores then have one layout, and nothing passes shared memory
     )
     return dots, partial

@@ -15,93 +15,8 @@ from .tuning import TileConfig, cdiv, next_power_of_2
 
 
 @triton.jit
-def _finish_tile(
-    acc,
-    c,
-    begin,
-    end,
-    expert,
-    first,
-    bias_ptr,
-    c_ptr,
-    h_ptr,
-    order_ptr,
-    weight_ptr,
-    low_ptr,
-    up_ptr,
-    N,
-    N_low,
-    column_begin,
-    columns,
-    stride_c,
-    stride_h,
-    alpha,
-    limit,
-    SCATTER: tl.constexpr,
-    BIASED: tl.constexpr,
-    GATED: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    STORE_C: tl.constexpr,
-    RANK: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA_STORE: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):
-    """Low-rank update, bias, router weight and activation of one tile at row `begin`, column `first`; stores."""
-    rows = begin + tl.arange(0, BM)
-    row_mask = rows < end
-    local = first + tl.arange(0, BN)
-    n = column_begin + local
-    n_mask = local < columns
-    if SCATTER or WEIGHTED:
-        assignment = tl.load(order_ptr + rows, mask=row_mask, other=0)
-    if RANK > 0:
-        r = tl.arange(0, RANK)
-        low = tl.load(low_ptr + rows.to(tl.int64)[:, None] * RANK + r[None, :], mask=row_mask[:, None], other=0.0)
-        up = tl.load(
-            up_ptr + expert.to(tl.int64) * RANK * N_low + r[:, None] * N_low + n[None, :],
-            mask=n_mask[None, :],
-            other=0.0,
-        )
-        acc = tl.dot(low, up, acc, input_precision=PRECISION)
-    if BIASED:
-        bias = tl.load(bias_ptr + expert.to(tl.int64) * N + n, mask=n_mask, other=0.0).to(tl.float32)
-        acc += bias[None, :]
-    if WEIGHTED:
-        weight = tl.load(weight_ptr + assignment, mask=row_mask, other=0.0).to(tl.float32)
-        acc *= weight[:, None]
-    if STORE_C:
-        if SCATTER:
-            destination = assignment.to(tl.int64)
-        else:
-            destination = rows.to(tl.int64)
-        c_ptrs = c_ptr + destination[:, None] * stride_c + local[None, :]
-        c_mask = row_mask[:, None] & n_mask[None, :]
-        if TMA_STORE:
-            if begin + BM <= end:
-                c.store([begin, first], acc.to(c.dtype))
-            else:  # the next rows belong to another expert
-                tl.store(c_ptrs, acc.to(c.dtype), mask=c_mask)
-        else:
-            tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=c_mask)
-    if GATED:
-        gate, linear = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
-        gate = tl.minimum(gate, limit)
-        linear = tl.minimum(tl.maximum(linear, -limit), limit)
-        h = (linear + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
-        m = first // 2 + tl.arange(0, BN // 2)
-        tl.store(
-            h_ptr + rows.to(tl.int64)[:, None] * stride_h + m[None, :],
-            h.to(h_ptr.dtype.element_ty),
-            mask=row_mask[:, None] & (m < columns // 2)[None, :],
-        )
-
-
-@triton.jit
 def _grouped_gemm_kernel(
     a,
-    a_half,
     b,
     c,
     bias_ptr,
@@ -143,7 +58,6 @@ def _grouped_gemm_kernel(
     TMA_A: tl.constexpr,
     TMA_B: tl.constexpr,
     TMA_STORE: tl.constexpr,
-    HALF: tl.constexpr,
     FLATTEN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -164,142 +78,101 @@ def _grouped_gemm_kernel(
         tile_n = tile % group_size // rows_in_group
         expert, begin, end = locate_tile(offsets_ptr, running, tile_m, BM)
 
+        rows = begin + tl.arange(0, BM)
+        row_mask = rows < end
+        local = tile_n * BN + tl.arange(0, BN)
+        n = column_begin + local
+        n_mask = local < columns
+        inner = tl.arange(0, BK)
         begin_a = begin
         if PADDED_A:
             before = tl.sum(tl.where(lane == expert - 1, padded, 0), axis=0)
             begin_a = before * PAD + begin - tl.load(offsets_ptr + expert)
-        if HALF:
-            short = begin + BM // 2 >= end
-        else:
-            short = False
-        if short:
-            # the last rows of an expert fit into half a tile: half the products
-            acc_half = tl.zeros((BM // 2, BN), tl.float32)
-            for step in range(0, k_steps):
-                k = step * BK
-                a_tile = a_half.load([begin_a, k])
+        if GATHER or SCATTER or WEIGHTED:
+            assignment = tl.load(order_ptr + rows, mask=row_mask, other=0)
+        if not TMA_A:
+            if GATHER:
+                source = assignment // TOP_K
+            else:
+                source = begin_a + tl.minimum(rows, end - 1) - begin
+            a_ptrs = a + source.to(tl.int64)[:, None] * stride_a + inner[None, :]
+        if not TMA_B:
+            if TRANS_B:
+                b_ptrs = (
+                    b + expert.to(tl.int64) * stride_b_expert + n.to(tl.int64)[None, :] * stride_b + inner[:, None]
+                )
+            else:
+                b_ptrs = (
+                    b + expert.to(tl.int64) * stride_b_expert + inner.to(tl.int64)[:, None] * stride_b + n[None, :]
+                )
+
+        acc = tl.zeros((BM, BN), tl.float32)
+        for step in range(0, k_steps):
+            k = step * BK
+            if TMA_A:
+                a_tile = a.load([begin_a, k])
+            else:
+                if EVEN_K:
+                    a_tile = tl.load(a_ptrs)
+                else:
+                    a_tile = tl.load(a_ptrs, mask=inner[None, :] < K - k, other=0.0)
+                a_ptrs += BK
+            if TMA_B:
                 if TRANS_B:
                     b_tile = b.load([expert * N + column_begin + tile_n * BN, k]).T
                 else:
                     b_tile = b.load([expert * K + k, column_begin + tile_n * BN])
-                acc_half = tl.dot(a_tile, b_tile, acc_half, input_precision=PRECISION)
-            _finish_tile(
-                acc_half,
-                c,
-                begin,
-                end,
-                expert,
-                tile_n * BN,
-                bias_ptr,
-                c_ptr,
-                h_ptr,
-                order_ptr,
-                weight_ptr,
-                low_ptr,
-                up_ptr,
-                N,
-                N_low,
-                column_begin,
-                columns,
-                stride_c,
-                stride_h,
-                alpha,
-                limit,
-                SCATTER,
-                BIASED,
-                GATED,
-                WEIGHTED,
-                STORE_C,
-                RANK,
-                PRECISION,
-                False,
-                BM // 2,
-                BN,
-            )
-        else:
-            rows = begin + tl.arange(0, BM)
-            row_mask = rows < end
-            local = tile_n * BN + tl.arange(0, BN)
-            n = column_begin + local
-            n_mask = local < columns
-            inner = tl.arange(0, BK)
-            if GATHER:
-                assignment = tl.load(order_ptr + rows, mask=row_mask, other=0)
-            if not TMA_A:
-                if GATHER:
-                    source = assignment // TOP_K
+            else:
+                if EVEN_K:
+                    b_tile = tl.load(b_ptrs, mask=n_mask[None, :], other=0.0)
                 else:
-                    source = begin_a + tl.minimum(rows, end - 1) - begin
-                a_ptrs = a + source.to(tl.int64)[:, None] * stride_a + inner[None, :]
-            if not TMA_B:
+                    b_tile = tl.load(b_ptrs, mask=n_mask[None, :] & (inner[:, None] < K - k), other=0.0)
                 if TRANS_B:
-                    b_ptrs = (
-                        b + expert.to(tl.int64) * stride_b_expert + n.to(tl.int64)[None, :] * stride_b + inner[:, None]
-                    )
+                    b_ptrs += BK
                 else:
-                    b_ptrs = (
-                        b + expert.to(tl.int64) * stride_b_expert + inner.to(tl.int64)[:, None] * stride_b + n[None, :]
-                    )
+                    b_ptrs += BK * stride_b
+            acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
 
-            acc = tl.zeros((BM, BN), tl.float32)
-            for step in range(0, k_steps):
-                k = step * BK
-                if TMA_A:
-                    a_tile = a.load([begin_a, k])
-                else:
-                    if EVEN_K:
-                        a_tile = tl.load(a_ptrs)
-                    else:
-                        a_tile = tl.load(a_ptrs, mask=inner[None, :] < K - k, other=0.0)
-                    a_ptrs += BK
-                if TMA_B:
-                    if TRANS_B:
-                        b_tile = b.load([expert * N + column_begin + tile_n * BN, k]).T
-                    else:
-                        b_tile = b.load([expert * K + k, column_begin + tile_n * BN])
-                else:
-                    if EVEN_K:
-                        b_tile = tl.load(b_ptrs, mask=n_mask[None, :], other=0.0)
-                    else:
-                        b_tile = tl.load(b_ptrs, mask=n_mask[None, :] & (inner[:, None] < K - k), other=0.0)
-                    if TRANS_B:
-                        b_ptrs += BK
-                    else:
-                        b_ptrs += BK * stride_b
-                acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
+        if RANK > 0:
+            r = tl.arange(0, RANK)
+            low = tl.load(low_ptr + rows.to(tl.int64)[:, None] * RANK + r[None, :], mask=row_mask[:, None], other=0.0)
+            up = tl.load(
+                up_ptr + expert.to(tl.int64) * RANK * N_low + r[:, None] * N_low + n[None, :],
+                mask=n_mask[None, :],
+                other=0.0,
+            )
+            acc = tl.dot(low, up, acc, input_precision=PRECISION)
 
-            _finish_tile(
-                acc,
-                c,
-                begin,
-                end,
-                expert,
-                tile_n * BN,
-                bias_ptr,
-                c_ptr,
-                h_ptr,
-                order_ptr,
-                weight_ptr,
-                low_ptr,
-                up_ptr,
-                N,
-                N_low,
-                column_begin,
-                columns,
-                stride_c,
-                stride_h,
-                alpha,
-                limit,
-                SCATTER,
-                BIASED,
-                GATED,
-                WEIGHTED,
-                STORE_C,
-                RANK,
-                PRECISION,
-                TMA_STORE,
-                BM,
-                BN,
+        if BIASED:
+            bias = tl.load(bias_ptr + expert.to(tl.int64) * N + n, mask=n_mask, other=0.0).to(tl.float32)
+            acc += bias[None, :]
+        if WEIGHTED:
+            weight = tl.load(weight_ptr + assignment, mask=row_mask, other=0.0).to(tl.float32)
+            acc *= weight[:, None]
+        if STORE_C:
+            if SCATTER:
+                destination = assignment.to(tl.int64)
+            else:
+                destination = rows.to(tl.int64)
+            c_ptrs = c_ptr + destination[:, None] * stride_c + local[None, :]
+            c_mask = row_mask[:, None] & n_mask[None, :]
+            if TMA_STORE:
+                if begin + BM <= end:
+                    c.store([begin, tile_n * BN], acc.to(c.dtype))
+                else:  # the next rows belong to another expert
+                    tl.store(c_ptrs, acc.to(c.dtype), mask=c_mask)
+            else:
+                tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=c_mask)
+        if GATED:
+            gate, linear = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
+            gate = tl.minimum(gate, limit)
+            linear = tl.minimum(tl.maximum(linear, -limit), limit)
+            h = (linear + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+            m = tile_n * (BN // 2) + tl.arange(0, BN // 2)
+            tl.store(
+                h_ptr + rows.to(tl.int64)[:, None] * stride_h + m[None, :],
+                h.to(h_ptr.dtype.element_ty),
+                mask=row_mask[:, None] & (m < columns // 2)[None, :],
             )
 
 
@@ -347,27 +220,21 @@ def grouped_gemm(
     row_tiles = cdiv(M, config.bm) + min(experts, M)
     programs = tiles.programs(config, row_tiles * cdiv(end - begin, config.bn), a.device)
     even_k = K % config.bk == 0
-    a_operand, a_half, b_operand, tma_a, tma_b = a, None, b, False, False
+    a_operand, b_operand, tma_a, tma_b = a, b, False, False
     if config.tma and even_k:
         flat_b = b.reshape(-1, b.shape[2])
         tma_a, tma_b = not gather and tiles.can_describe(a), tiles.can_describe(flat_b)
-        half = config.half and tma_a and tma_b
         if tma_a:
             a_operand = TensorDescriptor.from_tensor(a, [config.bm, config.bk])
-            if half:
-                a_half = TensorDescriptor.from_tensor(a, [config.bm // 2, config.bk])
         if tma_b:
             b_block = [config.bn, config.bk] if transpose_b else [config.bk, config.bn]
             b_operand = TensorDescriptor.from_tensor(flat_b, b_block)
-    if config.flatten and (config.tma_store or config.half):
-        raise ValueError(
-            f"{config}: Triton 3.6 cannot flatten a loop with branches; use `tma_store` and `half` without."
-        )
+    if config.tma_store and config.flatten:
+        raise ValueError(f"{config}: Triton 3.6 cannot flatten a loop with two kinds of stores; switch one off.")
     tma_store = config.tma_store and out is not None and not scatter and tiles.can_describe(out)
     low, up = low_rank or (None, None)
     _grouped_gemm_kernel[(programs,)](
         a_operand,
-        a_half,
         b_operand,
         TensorDescriptor.from_tensor(out, [config.bm, config.bn]) if tma_store else None,
         bias,
@@ -409,7 +276,6 @@ def grouped_gemm(
         TMA_A=tma_a,
         TMA_B=tma_b,
         TMA_STORE=tma_store,
-        HALF=a_half is not None,
         FLATTEN=config.flatten,
         BM=config.bm,
         BN=config.bn,

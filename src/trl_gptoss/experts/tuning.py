@@ -38,8 +38,7 @@ class TileConfig:
     `programs` is the size of the persistent grid per multiprocessor; `tma` uses tensor descriptors where they exist;
     `flatten` joins the tile loop with the contraction loop, so that a tile's first loads overlap the last one's store;
     `tma_store` (of `STORED_BY_TMA`) writes the result through a descriptor; `presort` (of `PRESORTED`) reads a sorted copy
-    of the input instead of gathering rows: a bandwidth-bound pass more, a faster product; `half` computes the last tile of an expert
-    with half its rows where that is enough (rows by TMA, not with `flatten`).
+    of the input instead of gathering rows: a bandwidth-bound pass more, a faster product.
     """
 
     bm: int
@@ -53,7 +52,6 @@ class TileConfig:
     flatten: bool = False
     tma_store: bool = False
     presort: bool = False
-    half: bool = False
 
 
 def cache_path(device_name: str) -> Path:
@@ -132,11 +130,6 @@ def tile_config(kernel: str, rows: int, experts: int, like: torch.Tensor) -> Til
     return _config(kernel, bucket(rows, experts), index, like.element_size() > 2)
 
 
-def reads_rows_by_tma(kernel: str, config: TileConfig) -> bool:
-    """Whether the rows of this product need no gather."""
-    return config.tma and (config.presort or kernel not in PRESORTED)
-
-
 def candidates(kernel: str, rows_per_expert: int) -> list[TileConfig]:
     """What `tune_experts` tries."""
     if not kernel.startswith("wgrad") and rows_per_expert <= 32:
@@ -155,10 +148,6 @@ def candidates(kernel: str, rows_per_expert: int) -> list[TileConfig]:
         large += [replace(config, tma_store=True) for config in stored]
     if kernel in PRESORTED:
         large += [replace(config, presort=True) for config in large]
-    if not kernel.startswith("wgrad"):
-        large += [
-            replace(c, half=True) for c in large if not c.flatten and not c.tma_store and reads_rows_by_tma(kernel, c)
-        ]
     large.append(replace(tma, stages=4))
     if kernel.startswith("wgrad"):
         return [*large, TileConfig(128, 128, 64, 4, 3, programs=2, tma=True), TileConfig(128, 256, 32, 8, 6)]
