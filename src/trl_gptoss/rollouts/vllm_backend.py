@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from trl.generation.vllm_generation import VLLMGeneration
 
-from .backend import Sample
+from .backend import Sample, SamplingOptions
 
 
 class VllmBackend:
@@ -39,10 +39,13 @@ class VllmBackend:
         self.generation = generation
         self.accelerator = accelerator
         self.sync_weights = sync_weights
+        self.sampling = SamplingOptions()
         generation.generation_kwargs = {**generation.generation_kwargs, "stop_token_ids": list(stop_ids)}
 
-    def generate(self, prompts: list[list[int]], max_new_tokens: list[int]) -> list[Sample]:
-        """See [`GenerationBackend.generate`]. vLLM has one limit for all: rows are cut to their own afterwards."""
+    def generate(
+        self, prompts: list[list[int]], max_new_tokens: list[int], sampling: list[SamplingOptions] | None = None
+    ) -> list[Sample]:
+        """See [`GenerationBackend.generate`]. TRL's client has one limit and one set of options for all rows."""
         self.sync_weights()
         here = (len(prompts), max(max_new_tokens, default=1), prompts[0] if prompts else None)
         everywhere = gather_object([here])
