@@ -17,6 +17,7 @@ import weakref
 from collections import Counter
 from datetime import date
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -245,21 +246,18 @@ def main() -> None:
     fake_experts()
     fake_head()
     chosen = parser().parse_args()
-    lines = GRID if chosen.grid else [" ".join(sys.argv[1:])]
-    rows = []
-    for line in lines:
+    file = Path(chosen.out).open("w", newline="") if chosen.out else None
+    if file:
+        csv.writer(file).writerow(["settings", "weights_mib", "simulated_mib", "predicted_mib", "error", *versions()])
+    for line in GRID if chosen.grid else [" ".join(sys.argv[1:])]:
         args = parser().parse_args(line.split())
         found = step(args)
         total, predicted = found["weights_mib"] + found["backward_mib"], predicted_mib(args)
-        rows.append(
-            [line, round(found["weights_mib"]), round(total), round(predicted), f"{predicted / total - 1:+.4f}"]
-        )
-        print(*rows[-1], sep=", ", flush=True)
-    if chosen.out:
-        with open(chosen.out, "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["settings", "weights_mib", "simulated_mib", "predicted_mib", "error", *versions()])
-            writer.writerows([*row, *versions().values()] for row in rows)
+        row = [line, round(found["weights_mib"]), round(total), round(predicted), f"{predicted / total - 1:+.4f}"]
+        print(*row, sep=", ", flush=True)
+        if file:
+            csv.writer(file).writerow([*row, *versions().values()])
+            file.flush()
 
 
 def versions() -> dict[str, str]:
