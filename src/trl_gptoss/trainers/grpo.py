@@ -46,6 +46,7 @@ from .freezing import freeze
 from .guards import check_model
 from .harmony_rollouts import HarmonyRollouts
 from .loading import ATTENTION, load_reward_models, model_init_kwargs
+from .memory_guard import MemoryMixin
 from .resumable import ResumableMixin
 from .reward_guard import discard_failed_rows, guard
 from .rollout_metrics import gather_rollout_metrics
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
 
-class GptOssGRPOTrainer(CorrectionMixin, ResumableMixin, SavingMixin, GRPOTrainer):
+class GptOssGRPOTrainer(MemoryMixin, CorrectionMixin, ResumableMixin, SavingMixin, GRPOTrainer):
     """[`~trl.GRPOTrainer`] for GPT-OSS and other models.
 
     The tokenizer decides how completions are made: with a Harmony tokenizer by the token-in/token-out loop of
@@ -82,6 +83,7 @@ class GptOssGRPOTrainer(CorrectionMixin, ResumableMixin, SavingMixin, GRPOTraine
         In [`PaddingFreeMixin`]: the same and `_generate_and_score_completions`: packed rows, token budget, sequence
             parallelism.
         In [`RouterReplayMixin`]: `_generate_and_score_completions`, `compute_loss`, `training_step`: router replay.
+        In [`MemoryMixin`]: `_prepare_inputs`, `compute_loss`, `training_step`: memory measured, explained, tried again.
         In [`ResumableMixin`]: `train`, `_save_rng_state`, `_load_rng_state`: exact resumption.
         In [`SavingMixin`]: `_save`, `create_model_card`, `push_to_hub`, `_push_from_checkpoint`: formats and publishing.
     """

@@ -248,11 +248,13 @@ class GptOssPPOTrainer(GptOssGRPOTrainer):
 
     def _set_up_padding_free(self, enabled: bool) -> None:
         args = self.args
-        if args.padding_free or args.max_tokens_per_micro_batch is not None or args.sequence_parallel_size > 1:
+        packed = args.padding_free or args.max_tokens_per_micro_batch is not None or args.oom_retries
+        if packed or args.sequence_parallel_size > 1:
             raise ValueError(
                 f"GptOssPPOTrainer got padding_free={args.padding_free}, max_tokens_per_micro_batch="
-                f"{args.max_tokens_per_micro_batch} and sequence_parallel_size={args.sequence_parallel_size}; critics do not "
-                "read packed or shared sequences yet. Leave all three at their defaults."
+                f"{args.max_tokens_per_micro_batch}, oom_retries={args.oom_retries} and sequence_parallel_size="
+                f"{args.sequence_parallel_size}; critics do not read packed or shared sequences yet. Leave all of them at "
+                "their defaults."
             )
         super()._set_up_padding_free(False)
 
