@@ -246,6 +246,16 @@ class GptOssPPOTrainer(GptOssGRPOTrainer):
 
     # ---- a micro-batch ----
 
+    def _set_up_padding_free(self, enabled: bool) -> None:
+        args = self.args
+        if args.padding_free or args.max_tokens_per_micro_batch is not None or args.sequence_parallel_size > 1:
+            raise ValueError(
+                f"GptOssPPOTrainer got padding_free={args.padding_free}, max_tokens_per_micro_batch="
+                f"{args.max_tokens_per_micro_batch} and sequence_parallel_size={args.sequence_parallel_size}; critics do not "
+                "read packed or shared sequences yet. Leave all three at their defaults."
+            )
+        super()._set_up_padding_free(False)
+
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         inputs = super()._prepare_inputs(generation_batch)
         if self.model.training and self._step % self.args.gradient_accumulation_steps == 0:
