@@ -150,6 +150,8 @@ class CorrectionMixin(GRPOTrainer):
 
     def _log_correction(self, correction: RolloutCorrection) -> None:
         """`rollout_correction/...` once per optimizer step, over its micro-batches and all ranks."""
+        if self._in_turn:  # a part of a micro-batch; the whole comes afterwards, see `padding_free`
+            return
         self._correction_rows.append(self.accelerator.gather(correction.stats[None]))
         if not self.accelerator.sync_gradients:
             return
