@@ -47,6 +47,7 @@ from .guards import check_model
 from .harmony_rollouts import HarmonyRollouts
 from .loading import ATTENTION, load_reward_models, model_init_kwargs
 from .memory_guard import MemoryMixin
+from .on_policy import OnPolicyMixin
 from .resumable import ResumableMixin
 from .reward_guard import discard_failed_rows, guard
 from .rollout_metrics import gather_rollout_metrics
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
 
-class GptOssGRPOTrainer(MemoryMixin, CorrectionMixin, ResumableMixin, SavingMixin, GRPOTrainer):
+class GptOssGRPOTrainer(MemoryMixin, CorrectionMixin, OnPolicyMixin, ResumableMixin, SavingMixin, GRPOTrainer):
     """[`~trl.GRPOTrainer`] for GPT-OSS and other models.
 
     The tokenizer decides how completions are made: with a Harmony tokenizer by the token-in/token-out loop of
