@@ -56,7 +56,7 @@ def run(what: str) -> None:
     trainer.train()
     curves = {
         name: logged(trainer, name)
-        for name in ("value_loss", "policy_loss", "explained_variance", "returns/mean", "advantages/std", "entropy")
+        for name in ("value_loss", "policy_loss", "explained_variance", "returns/mean", "advantages/std")
     }
     weights = {**policy_weights(trainer), **{f"critic {n}": p for n, p in critic_weights(trainer).items()}}
     torch.save({"weights": weights, "curves": curves}, FOLDER / f"{what}_{WORLD}_{RANK}.pt")

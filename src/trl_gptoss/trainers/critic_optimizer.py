@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedEngineWrapper, DistributedType
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
@@ -65,18 +66,29 @@ class CriticOptimizer:
         self.zero_grad()
 
     @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """The context of a micro-batch's forward and backward: ranks talk with the last one of an optimizer step only."""
-        if self.backbone is None or self._engine is not None or self.accelerator.sync_gradients:
-            yield
-        else:
-            with self.accelerator.no_sync(self.critic.model.backbone):
-                yield
+    def accumulating(self, last: bool) -> Iterator[None]:
+        """The context of a forward and backward: DDP reduces with the last one of an optimizer step only. (FSDP2 always
+        does: unreduced gradients would be as large as the whole model.)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Gradients of one micro-batch; reduced over ranks with the last one of an optimizer step."""
-        sync = self.accelerator.sync_gradients
+        Args:
+            last (`bool`): whether no other part of the micro-batch follows.
+        """
+        wrapped = None if self.backbone is None else self.critic.model.backbone
+        if isinstance(wrapped, DistributedDataParallel) and not (last and self.accelerator.sync_gradients):
+            with wrapped.no_sync():
+                yield
+        else:
+            yield
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        """Gradients of a micro-batch or a part of it.
+
+        Args:
+            loss (`torch.Tensor`): 0-d.
+            last (`bool`): whether no other part of the micro-batch follows.
+        """
         if self._engine is not None:
+            sync = last and self.accelerator.sync_gradients
             self._engine.backward(loss, sync_gradients=sync, scale_wrt_gas=False)
         else:
             loss.backward()
