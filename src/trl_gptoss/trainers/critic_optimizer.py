@@ -42,6 +42,7 @@ class CriticOptimizer:
             if accelerator.distributed_type == DistributedType.DEEPSPEED:
                 self._engine = DeepSpeedEngineWrapper(critic.model.backbone)
         self.schedulers: list[LRScheduler] = []
+        self._set_aside: dict[str, torch.Tensor] = {}  # gradients so far, by name
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -92,9 +93,18 @@ class CriticOptimizer:
             self._engine.backward(loss, sync_gradients=sync, scale_wrt_gas=False)
         else:
             loss.backward()
+        # An adapter lies among the policy's parameters, where the policy's clipping would count its gradient.
+        for name, parameter in self.critic.local_parameters().items():
+            if parameter.grad is not None:
+                before = self._set_aside.get(name)
+                self._set_aside[name] = parameter.grad if before is None else before.add_(parameter.grad)
+                parameter.grad = None
 
     def step(self) -> dict[str, float]:
         """One update and the numbers to log. The engine of DeepSpeed has stepped its part in `backward`."""
+        parameters = self.critic.local_parameters()
+        for name, gradient in self._set_aside.items():
+            parameters[name].grad = gradient
         self._average_local_gradients()
         norms = []
         if self.args.max_grad_norm > 0:
@@ -115,6 +125,7 @@ class CriticOptimizer:
         return logs
 
     def zero_grad(self) -> None:
+        self._set_aside = {}
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
