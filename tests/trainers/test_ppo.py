@@ -2,13 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from ppo_run import CRITICS, TOKENIZER, build, critic_weights, logged, policy_weights, random_bytes, some_reward
-from scripted_backend import HarmonyWriter
+from scripted_backend import HarmonyWriter, ScriptedBackend
 from tiny_policy import tiny_model
 from transformers import TrainerCallback
 
@@ -477,3 +478,34 @@ def test_trajectories_are_logged_with_their_mean_advantage(tmp_path):
     build(tmp_path, max_steps=1, log_completions=True, num_completions_to_print=0).train()
     records = [json.loads(line) for line in Path(tmp_path / "trajectories.jsonl").read_text().splitlines()]
     assert len(records) == 4 and any(r["advantage"] != 0 for r in records)
+
+
+# ---- rollout correction ----
+
+
+class UnlikelySamples(ScriptedBackend):
+    """Says that it found every token far less likely than the trainer does, so that all weights are at their bound."""
+
+    def generate(self, prompts, max_new_tokens, sampling=None):
+        samples = super().generate(prompts, max_new_tokens, sampling)
+        return [replace(s, logps=[-50.0] * len(s.ids)) for s in samples]
+
+
+@pytest.mark.parametrize("critic", CRITICS)
+def test_rollout_correction_weighs_the_surrogate_and_not_the_critic(tmp_path, critic):
+    found = {}
+    for level in ("off", "token"):
+        keep = KeepGradients()
+        trainer = build(
+            tmp_path, critic=critic, max_steps=1, max_grad_norm=0.0, callbacks=[keep], rollout_correction_level=level,
+            lora=LoraConfig(r=4, target_modules=["q_proj"]) if critic == "lora" else None,
+            **({"rollout_correction_mode": "truncate", "rollout_correction_high": 3.0} if level == "token" else {}),
+            **({"critic_detach": True} if critic == "shared" else {}),
+        )  # fmt: skip
+        trainer._engine.backend = UnlikelySamples(random_bytes)
+        trainer.train()
+        found[level] = keep.seen[0], logged(trainer, "value_loss"), critic_weights(trainer)
+    for name, gradient in found["off"][0].items():
+        torch.testing.assert_close(found["token"][0][name], 3 * gradient, atol=1e-6, rtol=1e-4)
+    assert found["off"][1] == found["token"][1]
+    assert all(torch.equal(value, found["token"][2][name]) for name, value in found["off"][2].items())
