@@ -50,12 +50,13 @@ class Server:
         if path == "/update_weights_from_disk":
             self.model = GptOssForCausalLM.from_pretrained(body["model_path"]).eval()
             return 200, {"success": True, "message": ""}
-        samples = [self.sample(p, s) for p, s in zip(body["input_ids"], body["sampling_params"], strict=True)]
+        rows = zip(body["input_ids"], body["sampling_params"], strict=True)
+        samples = [self.sample(p, s, seed) for seed, (p, s) in enumerate(rows)]
         return (200, samples) if self.spoil is None else self.spoil(samples)
 
     @torch.no_grad()
-    def sample(self, ids, params):
-        logprobs, generator = [], torch.Generator().manual_seed(sum(ids))
+    def sample(self, ids, params, seed):
+        logprobs, generator = [], torch.Generator().manual_seed(seed)
         reason = {"type": "length", "length": params["max_new_tokens"]}
         for _ in range(params["max_new_tokens"]):
             logits = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1] / params["temperature"]
@@ -90,8 +91,8 @@ def test_ids_and_log_probs_arrive(server):
     backend.generate([[5]], [1], [SamplingOptions(temperature=0.5, top_k=4)])
     [own] = server.requests.pop()[1]["sampling_params"]
     assert (own["temperature"], own["top_k"], own["top_p"]) == (0.5, 4, 1.0)
-    for prompt, sample, limit in (([1, 2, 3], first, 5), ([4], second, 3)):
-        expected = server.sample(prompt, {**body["sampling_params"][0], "max_new_tokens": limit})
+    for seed, (prompt, sample, limit) in enumerate((([1, 2, 3], first, 5), ([4], second, 3))):
+        expected = server.sample(prompt, {**body["sampling_params"][0], "max_new_tokens": limit}, seed)
         logprobs = expected["meta_info"]["output_token_logprobs"]
         assert sample.ids == [t for _, t, _ in logprobs] and sample.logps == [p for p, _, _ in logprobs]
 
