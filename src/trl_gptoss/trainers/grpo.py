@@ -149,7 +149,9 @@ class GptOssGRPOTrainer(MemoryMixin, CorrectionMixin, OnPolicyMixin, ResumableMi
                     "knows only the attention names of transformers. Unset it, or use use_vllm=True."
                 )
         environment_factory = bind_environments(environment_factory, args)
-        self._before_loading(model, args, has_adapters=peft_config is not None or is_peft_model(model))
+        self._before_loading(
+            model, args, has_adapters=peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
+        )
         super().__init__(
             model=model,
             reward_funcs=reward_funcs,
