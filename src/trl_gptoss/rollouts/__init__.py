@@ -1,6 +1,6 @@
 """Rollouts: generation backends, tool execution, and the token-in/token-out loop that joins them."""
 
-from .backend import GenerationBackend, Sample
+from .backend import GenerationBackend, Sample, SampleEnd, SamplingOptions
 from .loop import Episode, Observation, ParsedSample, RolloutLimits, ToolCall, TurnFormat, run_episodes
 from .tools import Toolbox, ToolRunner
 
@@ -11,6 +11,8 @@ __all__ = [
     "ParsedSample",
     "RolloutLimits",
     "Sample",
+    "SampleEnd",
+    "SamplingOptions",
     "ToolCall",
     "ToolRunner",
     "Toolbox",

@@ -8,14 +8,16 @@ from trl import GRPOConfig
 
 from ..environments.python_tool import MINIMUM_OUTPUT_LIMIT
 from .schedule import check_on_policy_schedule
+from .vllm_config import VllmRolloutConfig
 
 _TRL_MAX_COMPLETION_LENGTH = GRPOConfig.__dataclass_fields__["max_completion_length"].default
 
 
 @dataclass
-class GptOssGRPOConfig(GRPOConfig):
+class GptOssGRPOConfig(VllmRolloutConfig, GRPOConfig):
     r"""
-    Configuration of [`GptOssGRPOTrainer`]. Everything of [`~trl.GRPOConfig`] keeps its meaning.
+    Configuration of [`GptOssGRPOTrainer`]. Everything of [`~trl.GRPOConfig`] keeps its meaning. The settings of vLLM are
+    those of [`VllmRolloutConfig`].
 
     Parameters:
         on_policy (`str`, *optional*, defaults to `"auto"`):

@@ -39,19 +39,20 @@ from .environments import bind_environments
 from .experts_options import check_experts_options, prepare_experts
 from .guards import check_model
 from .harmony_rollouts import HarmonyRollouts
-from .loading import ATTENTION, load_reward_models, model_init_kwargs
+from .loading import ATTENTION, is_gpt_oss, load_reward_models, model_init_kwargs
 from .on_policy import OnPolicyMixin
 from .resumable import ResumableMixin
 from .reward_guard import discard_failed_rows, guard
 from .rollout_metrics import gather_rollout_metrics
 from .sampled_logs import SampledLogs, SampledRollout
 from .sampling import EpochRepeatSampler
+from .vllm_rollouts import VllmMixin
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
 
-class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
+class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, VllmMixin, GRPOTrainer):
     """[`~trl.GRPOTrainer`] for GPT-OSS and other models.
 
     The tokenizer decides how completions are made: with a Harmony tokenizer by the token-in/token-out loop of
@@ -129,22 +130,24 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
                     "knows only the attention names of transformers. Unset it, or use use_vllm=True."
                 )
         environment_factory = bind_environments(environment_factory, args)
-        super().__init__(
-            model=model,
-            reward_funcs=reward_funcs,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
-        )
+        own_vllm = self.speaks_harmony or is_gpt_oss(config)
+        with self._engine_of_our_own(args, own_vllm):
+            super().__init__(
+                model=model,
+                reward_funcs=reward_funcs,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
         check_model(self._base_model)
         reference = None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
         prepare_experts(args, self.model, reference, self.accelerator.device)
@@ -158,6 +161,9 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
         self._train_sampler: EpochRepeatSampler | None = None
         self._rows: list[dict[str, Any]] = []
         self._local_rewards: torch.Tensor | None = None
+        if args.use_vllm and own_vllm:
+            stop_ids = HarmonyVocabulary.of(self._tokenizer).stop_ids if self.speaks_harmony else self.eos_token_ids
+            self._start_vllm(self._base_model, stop_ids)
         self._engine = self._build_engine() if self.speaks_harmony and rollout_func is None else None
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(RolloutProgressCallback())
@@ -174,10 +180,8 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
         self._base_model.generation_config.eos_token_id = list(stop_ids)
         self.eos_token_ids = list(stop_ids)
         args = self.args
-        if self.use_vllm:
-            from ..rollouts.vllm_backend import VllmBackend
-
-            backend = VllmBackend(self.vllm_generation, self.accelerator, stop_ids, self._sync_vllm_weights)
+        if self.weight_sync is not None:
+            backend = self.weight_sync.engine
         else:
             self.generation_config.eos_token_id = list(stop_ids)
             backend = TransformersBackend(
@@ -218,8 +222,8 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
                 )
 
     def _context_length(self) -> int:
-        if self.use_vllm and self.vllm_mode == "colocate":
-            return self.vllm_generation.llm.llm_engine.model_config.max_model_len
+        if self.weight_sync is not None:
+            return self.weight_sync.engine.info.max_model_len
         return self._base_model.config.get_text_config().max_position_embeddings
 
     @contextmanager
@@ -237,19 +241,15 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
         ):
             yield model
 
-    def _sync_vllm_weights(self) -> None:
-        if self.state.global_step != self._last_loaded_step:
-            with profiling_context(self, "sync_weights"):
-                self.vllm_generation.sync_weights()
-            self._last_loaded_step = self.state.global_step
-
     def _any_rank(self, here: bool) -> bool:
         flags = self.accelerator.gather(torch.tensor([int(here)], device=self.accelerator.device))
         return bool(flags.any())
 
     def _generate(self, prompts: list) -> tuple:
-        if self._engine is None:
-            return super()._generate(prompts)
+        with self._engine_awake():
+            return super()._generate(prompts) if self._engine is None else self._generate_harmony(prompts)
+
+    def _generate_harmony(self, prompts: list) -> tuple:
         mode = "train" if self.model.training else "eval"
         functions: list[dict[str, Callable]] = [{} for _ in prompts]
         if self.tools:

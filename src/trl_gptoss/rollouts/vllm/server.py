@@ -1,0 +1,148 @@
+"""vLLM behind a server that all ranks share.
+
+Every rank asks for its own rollouts, row by row, so no completion can reach another rank, and no rank waits for
+another one's turn. Only the main process writes weights, while all ranks wait.
+"""
+
+import base64
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate.logging import get_logger
+
+from ..backend import Sample, SamplingOptions
+from .client import VllmClient
+from .engine import EngineUnavailable
+from .nccl import NcclSender
+from .snapshot import Snapshot
+
+logger = get_logger(__name__)
+
+Transport = Literal["file", "http", "nccl"]
+_CONCURRENT = 512  # requests of one rank in flight; vLLM itself queues what is above its --max-num-seqs
+_RECOVERIES = 3  # of one request
+
+
+class ServerEngine:
+    """A [`VllmEngine`] behind a server.
+
+    Args:
+        client ([`VllmClient`]): of the server.
+        stop_ids (`list[int]`): ids that end a sample.
+        sampling ([`SamplingOptions`]): for rows that bring none of their own.
+        extra (`dict`): further fields of each completion request.
+        transport (`str`): how weights reach the server: "file" through a folder that both can read, "http" in the
+            requests themselves, "nccl" from GPU to GPU.
+        snapshot ([`Snapshot`]): where the weights of the last sync are kept for "file" and "http". A server that comes
+            back after it was lost gets them again from there.
+        sender ([`NcclSender`], *optional*): for "nccl", on the main process.
+    """
+
+    replicated = False
+    collective = False
+
+    def __init__(
+        self,
+        client: VllmClient,
+        stop_ids: list[int],
+        sampling: SamplingOptions,
+        extra: dict[str, Any],
+        transport: Transport,
+        snapshot: Snapshot,
+        sender: NcclSender | None = None,
+    ) -> None:
+        self.client = client
+        self.stop_ids = list(stop_ids)
+        self.sampling = sampling
+        self.extra = extra
+        self.transport = transport
+        self.snapshot = snapshot
+        self.sender = sender
+        self.policy_version = ""
+        self._recovering = threading.Lock()
+        client.wait()
+        self.info = client.describe()
+
+    def wake(self) -> bool:
+        """See [`VllmEngine.wake`]. A server does not sleep."""
+        return False
+
+    def sleep(self) -> None:
+        """See [`VllmEngine.sleep`]."""
+
+    # ---- weights ----
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: str) -> None:
+        """See [`VllmEngine.load`]. Called on the main process alone."""
+        if self.transport == "nccl":
+            self.sender.send(self.client, weights, policy_version)
+        else:
+            self.snapshot.write(weights, policy_version)
+            self._load_snapshot(policy_version)
+        self.client.reset_prefix_cache()
+
+    def _load_snapshot(self, policy_version: str) -> None:
+        files = self.snapshot.files(policy_version)
+        if files is None:
+            raise EngineUnavailable(
+                f"The vLLM server at {self.client.base_url} was restarted and has lost the policy's weights, and they "
+                f"are not in {self.snapshot.folder}. Resume the run from its last checkpoint (resume_from_checkpoint)."
+            )
+        if self.transport == "file":
+            self.client.rpc("policy_load_files", files, policy_version)
+            return
+        for number, path in enumerate(files):
+            self.client.rpc("policy_receive_bytes", number, base64.b64encode(Path(path).read_bytes()).decode())
+        self.client.rpc("policy_load_received", len(files), policy_version)
+
+    def checksums(self) -> list[dict[str, int]]:
+        """See [`VllmEngine.checksums`]."""
+        return self.client.rpc("policy_checksums")
+
+    def _recover(self, lost: EngineUnavailable) -> None:
+        """Wait for the server, and bring the weights back to it if it was restarted."""
+        with self._recovering:
+            logger.warning(
+                f"{lost} Waiting for it for up to {self.client.server_timeout:g} s.", main_process_only=False
+            )
+            self.client.wait()
+            if self.client.describe().policy_version == self.policy_version:
+                return
+            if self.transport == "nccl":
+                raise EngineUnavailable(
+                    f"The vLLM server at {self.client.base_url} was restarted and has lost the policy's weights, which "
+                    "were sent over NCCL. Resume the run from its last checkpoint (resume_from_checkpoint)."
+                ) from lost
+            with self.snapshot.locked():  # several ranks may have noticed
+                if self.client.describe().policy_version != self.policy_version:
+                    self._load_snapshot(self.policy_version)
+                    self.client.reset_prefix_cache()
+                    logger.warning("The vLLM server is back, with the policy's weights.", main_process_only=False)
+
+    # ---- tokens ----
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """See [`VllmEngine.score`]."""
+        return [self.client.score(ids) for ids in sequences]
+
+    def generate(
+        self, prompts: list[list[int]], max_new_tokens: list[int], sampling: list[SamplingOptions] | None = None
+    ) -> list[Sample]:
+        """See [`GenerationBackend.generate`]. May be called from several threads."""
+        if not prompts:
+            return []
+        rows = [self.sampling] * len(prompts) if sampling is None else sampling
+        with ThreadPoolExecutor(min(len(prompts), _CONCURRENT)) as pool:
+            return list(pool.map(self._sample, prompts, max_new_tokens, rows))
+
+    def _sample(self, prompt: list[int], limit: int, options: SamplingOptions) -> Sample:
+        for _ in range(_RECOVERIES):
+            try:
+                return self.client.complete(prompt, limit, options, self.stop_ids, self.extra)
+            except EngineUnavailable as error:
+                self._recover(error)
+        return self.client.complete(prompt, limit, options, self.stop_ids, self.extra)
