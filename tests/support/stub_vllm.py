@@ -6,7 +6,6 @@ It answers with the fields that vLLM 0.31 answers with. What a real vLLM does wi
 import base64
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
@@ -25,7 +24,7 @@ class StubPolicy:
 
     Attributes:
         skip (`set[str]`): names whose new values are dropped, as by a sync that forgets them.
-        wrong (`dict[str, torch.Tensor]`): added to the log-probs of scoring, as by a kernel that computes otherwise.
+        wrong (`float`): added to the log-probs of scoring, as by a kernel that computes otherwise.
         calls (`list[tuple]`): (method, policy version) of all RPCs that carry weights.
     """
 
@@ -37,7 +36,7 @@ class StubPolicy:
         self.calls: list[tuple[str, str]] = []
         self.parts: list[bytes] = []
         self.seen: list[dict] = []
-        self.delay = 0.0
+        self.draws = 0
         self.description = {
             "version": "0.31.0",
             "device": "cpu",
@@ -93,7 +92,6 @@ class StubPolicy:
             logps = self.model(torch.tensor([prompt])).logits[0].log_softmax(-1)
             table = [{str(i): {"logprob": logps[t, i].item() + self.wrong}} for t, i in enumerate(prompt[1:])]
             return {"prompt_logprobs": [None, *table], "token_ids": [0], "finish_reason": "length"}
-        time.sleep(self.delay)
         generator = torch.Generator().manual_seed(
             hash(tuple(prompt)) % 2**31 if body["seed"] is None else body["seed"]
         )
@@ -131,6 +129,9 @@ class StubServer:
                 pass
 
             def answer(self, status, content):
+                if outer.http is not self.server:  # stopped: a killed server answers nobody
+                    self.close_connection = True
+                    return
                 data = json.dumps(content).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
@@ -162,5 +163,7 @@ class StubServer:
         return 404, {"detail": "Not Found"}
 
     def stop(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
+        http, self.http = self.http, None
+        if http is not None:
+            http.shutdown()
+            http.server_close()

@@ -7,7 +7,7 @@ from typing import Any
 import httpx2
 
 from ..backend import Sample, SamplingOptions
-from .engine import WORKER_EXTENSION, EngineInfo, EngineUnavailable, sample_end
+from .engine import WORKER_EXTENSION, EngineInfo, EngineLost, EngineUnavailable, sample_end
 
 CONNECT_TIMEOUT = 10.0  # seconds
 POLL_INTERVAL = 0.5  # seconds
@@ -41,7 +41,7 @@ class VllmClient:
         """Wait until the server is healthy.
 
         Raises:
-            EngineUnavailable: it is not within `server_timeout` seconds.
+            EngineLost: it is not within `server_timeout` seconds.
         """
         deadline = time.monotonic() + self.server_timeout
         while True:
@@ -53,7 +53,7 @@ class VllmClient:
             except httpx2.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
             if time.monotonic() >= deadline:
-                raise EngineUnavailable(
+                raise EngineLost(
                     f"The vLLM server at {self.base_url} cannot be reached (waited {self.server_timeout:g} s, "
                     f"vllm_server_timeout; {problem}). Start it with\n    {SERVER_COMMAND}\nand, if a run was going on, "
                     "resume that from its last checkpoint (resume_from_checkpoint)."
@@ -61,14 +61,18 @@ class VllmClient:
             time.sleep(POLL_INTERVAL)
 
     def post(self, path: str, body: dict[str, Any]) -> httpx2.Response:
-        """POST JSON.
+        """POST JSON. For the errors see `request`."""
+        return self.request("POST", path, json=body)
+
+    def request(self, method: str, path: str, **options: Any) -> httpx2.Response:
+        """Ask the server.
 
         Raises:
             EngineUnavailable: no answer, or one that says that the engine behind the server is broken.
             RuntimeError: the server refuses the request.
         """
         try:
-            answer = self.http.post(f"{self.base_url}{path}", json=body)
+            answer = self.http.request(method, f"{self.base_url}{path}", **options)
         except httpx2.TransportError as error:
             raise EngineUnavailable(
                 f"The vLLM server at {self.base_url} did not answer {path} ({type(error).__name__}: {error})."
@@ -147,6 +151,6 @@ class VllmClient:
 
     def _completion(self, prompt: list[int], **fields: Any) -> dict[str, Any]:
         if self.model is None:
-            self.model = self.http.get(f"{self.base_url}/v1/models").json()["data"][0]["id"]
+            self.model = self.request("GET", "/v1/models").json()["data"][0]["id"]
         [choice] = self.post("/v1/completions", {"model": self.model, "prompt": prompt, **fields}).json()["choices"]
         return choice

@@ -13,7 +13,11 @@ WORKER_EXTENSION = "trl_gptoss.rollouts.vllm.worker.PolicyWorkerExtension"
 
 
 class EngineUnavailable(ConnectionError):
-    """The engine cannot be reached, or was restarted and has lost the policy's weights."""
+    """The engine did not answer, or answered that it is broken. It may come back."""
+
+
+class EngineLost(EngineUnavailable):
+    """It did not come back in time, or came back without weights that could be restored."""
 
 
 @dataclass(kw_only=True, frozen=True)
