@@ -198,13 +198,16 @@ def test_sleep_gives_weights_up_once_per_generation_not_once_per_turn(tmp_path, 
     engine.wake = lambda: bool(events.append("wake") or True)
     engine.sleep = lambda: events.append("sleep")
     engine.load = lambda weights, version: (events.append("load"), load(weights, version))
-    engine.generate = lambda prompts, limits: (events.append("turn"), generate(prompts, [min(3, n) for n in limits]))[
-        1
-    ]
+
+    def short_turn(prompts, limits, sampling):
+        events.append("turn")
+        return generate(prompts, [min(3, n) for n in limits], sampling)
+
+    engine.generate = short_turn
     run._engine.turn_format = TwoTurns(run._engine.turn_format)
     run._engine.stop_ids = list(range(run.model.config.vocab_size))  # whatever comes ends a turn
     run.train()
-    assert events == ["wake", "load", "turn", "turn", "sleep"] * 2
+    assert events == ["wake", "load", *["turn"] * 4, "sleep"] * 2  # two rollouts of two turns
     events.clear()
     run.weight_sync.prepare(2)  # the same weights, but they were given up
     assert events == ["wake", "load"]

@@ -1,9 +1,11 @@
 """The seam between the tool loop and whatever samples tokens: ids in, ids out."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
+
+import numpy as np
 
 
 class SampleEnd(StrEnum):
@@ -23,11 +25,13 @@ class Sample:
     logps (`list[float]` or `None`): log-probs in nats of `ids` under the distribution they were drawn from
         (temperature, top-p and so on applied), if the sampler reports them. NaN where it has none.
     end ([`SampleEnd`] or `None`): why it ends there, if the backend reports it.
+    routing (`np.ndarray` or `None`): experts of prompt and ids, see `routed_experts.py`, if the backend records them.
     """
 
     ids: list[int]
     logps: list[float] | None = None
     end: SampleEnd | None = None
+    routing: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -70,6 +74,7 @@ class GenerationBackend(Protocol):
     """
 
     collective: bool
+    sampling: SamplingOptions  # of rows that bring none of their own
 
     def generate(
         self, prompts: list[list[int]], max_new_tokens: list[int], sampling: list[SamplingOptions] | None = None

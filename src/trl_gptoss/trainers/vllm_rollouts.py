@@ -10,6 +10,7 @@ from trl.extras.profiling import profiling_context
 
 from ..rollouts.vllm.engine import VllmEngine
 from .policy_weights import PolicyWeights
+from .rollout_weights import sampling_weights
 from .vllm_setup import make_engine
 from .weight_sync import WeightSync
 
@@ -86,9 +87,9 @@ class VllmMixin(GRPOTrainer):
             args.use_vllm = True
             self.use_vllm = True
 
-    def _start_vllm(self, model: PreTrainedModel, stop_ids: list[int]) -> None:
+    def _start_vllm(self, model: PreTrainedModel, stop_ids: list[int], record_routing: bool) -> None:
         """Start or connect to the engine, and put it where TRL looks for it."""
-        engine = make_engine(self.args, model, self._tokenizer, self.accelerator, stop_ids)
+        engine = make_engine(self.args, model, self._tokenizer, self.accelerator, stop_ids, record_routing)
         self.weight_sync = WeightSync(
             engine,
             PolicyWeights(self.model, self._dist),
@@ -102,7 +103,8 @@ class VllmMixin(GRPOTrainer):
 
     def _sync_vllm_weights(self) -> None:
         """Wake the engine and bring the current weights to it, once for all turns of the rollouts that follow."""
-        with profiling_context(self, "sync_weights"):
+        policy = self.accelerator.unwrap_model(self.model)
+        with profiling_context(self, "sync_weights"), sampling_weights(policy, self.args.rollout_weights):
             self.weight_sync.prepare(self.state.global_step)
         mode = "train" if self.model.training else "eval"
         for name, value in self.weight_sync.metrics.items():

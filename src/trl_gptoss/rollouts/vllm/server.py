@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from ..backend import Sample, SamplingOptions
+from ..stream import ThreadStream
 from .client import VllmClient
 from .engine import EngineLost, EngineUnavailable
 from .nccl import NcclSender
@@ -28,8 +29,8 @@ _CONCURRENT = 512  # requests of one rank in flight; vLLM itself queues what is 
 _RECOVERIES = 3  # of one request
 
 
-class ServerEngine:
-    """A [`VllmEngine`] behind a server.
+class ServerEngine(ThreadStream):
+    """A [`VllmEngine`] behind a server, and a [`SampleStream`]: rollouts go on independently of each other.
 
     Args:
         client ([`VllmClient`]): of the server.
@@ -56,6 +57,7 @@ class ServerEngine:
         snapshot: Snapshot,
         sender: NcclSender | None = None,
     ) -> None:
+        super().__init__(self)
         self.client = client
         self.stop_ids = list(stop_ids)
         self.sampling = sampling
@@ -70,6 +72,7 @@ class ServerEngine:
 
     def wake(self) -> bool:
         """See [`VllmEngine.wake`]. A server does not sleep."""
+        self.reset()
         return False
 
     def sleep(self) -> None:
@@ -152,9 +155,9 @@ class ServerEngine:
         self, prompts: list[list[int]], max_new_tokens: list[int], sampling: list[SamplingOptions] | None = None
     ) -> list[Sample]:
         """See [`GenerationBackend.generate`]. May be called from several threads."""
-        if not prompts:
-            return []
         rows = [self.sampling] * len(prompts) if sampling is None else sampling
+        if len(prompts) < 2:
+            return [self._sample(*row) for row in zip(prompts, max_new_tokens, rows)]
         with ThreadPoolExecutor(min(len(prompts), _CONCURRENT)) as pool:
             return list(pool.map(self._sample, prompts, max_new_tokens, rows))
 

@@ -1,0 +1,131 @@
+"""The critic's optimizer: its own learning rate on the policy's schedule, and gradients averaged where nobody else does."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedEngineWrapper, DistributedType
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_scheduler
+
+from .critics import BackboneCritic, Critic
+from .ppo_config import GptOssPPOConfig
+
+# Parameters by name -> optimizer.
+MakeOptimizer = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
+
+
+class CriticOptimizer:
+    """Optimizers of the parts of a critic: one for what every process holds whole (head, adapter) and, for a separate
+    critic, one for the backbone, which the accelerator wraps or shards as it does the policy.
+
+    Args:
+        critic ([`Critic`]): its backbone is prepared here.
+        accelerator (`Accelerator`): has prepared the policy already, and `backward` of DeepSpeed belongs to that one.
+        args ([`GptOssPPOConfig`]): schedule and gradient clipping.
+        make (`Callable`): makes an optimizer for parameters by name.
+    """
+
+    def __init__(self, critic: Critic, accelerator: Accelerator, args: GptOssPPOConfig, make: MakeOptimizer) -> None:
+        self.critic = critic
+        self.accelerator = accelerator
+        self.args = args
+        self.local = make(critic.local_parameters())
+        self.backbone: torch.optim.Optimizer | None = None
+        self._engine: DeepSpeedEngineWrapper | None = None
+        if isinstance(critic, BackboneCritic):
+            optimizer = make(dict(critic.model.backbone.named_parameters()))
+            critic.model.backbone, self.backbone = accelerator.prepare(critic.model.backbone, optimizer)
+            if accelerator.distributed_type == DistributedType.DEEPSPEED:
+                self._engine = DeepSpeedEngineWrapper(critic.model.backbone)
+        self.schedulers: list[LRScheduler] = []
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.local] if self.backbone is None else [self.local, self.backbone]
+
+    @property
+    def learning_rate(self) -> float:
+        return self.local.param_groups[0]["lr"]
+
+    def start_schedule(self, num_training_steps: int) -> None:
+        """A schedule like the policy's, from its beginning."""
+        self.schedulers = [
+            get_scheduler(
+                self.args.lr_scheduler_type,
+                optimizer=optimizer,
+                num_warmup_steps=self.args.get_warmup_steps(num_training_steps),
+                num_training_steps=num_training_steps,
+                scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
+            )
+            for optimizer in self.optimizers
+        ]
+        self.zero_grad()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """The context of a micro-batch's forward and backward: ranks talk with the last one of an optimizer step only."""
+        if self.backbone is None or self._engine is not None or self.accelerator.sync_gradients:
+            yield
+        else:
+            with self.accelerator.no_sync(self.critic.model.backbone):
+                yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Gradients of one micro-batch; reduced over ranks with the last one of an optimizer step."""
+        sync = self.accelerator.sync_gradients
+        if self._engine is not None:
+            self._engine.backward(loss, sync_gradients=sync, scale_wrt_gas=False)
+        else:
+            loss.backward()
+
+    def step(self) -> dict[str, float]:
+        """One update and the numbers to log. The engine of DeepSpeed has stepped its part in `backward`."""
+        self._average_local_gradients()
+        norms = []
+        if self.args.max_grad_norm > 0:
+            norms.append(nn.utils.clip_grad_norm_(self._local_parameters(), self.args.max_grad_norm))
+            if self.backbone is not None and self._engine is None:
+                parameters = self.critic.model.backbone.parameters()
+                norms.append(self.accelerator.clip_grad_norm_(parameters, self.args.max_grad_norm))
+            elif self._engine is not None and (norm := self._engine.get_global_grad_norm()) is not None:
+                norms.append(torch.tensor(norm))
+        logs = {"critic/learning_rate": self.learning_rate}
+        if norms:
+            logs["critic/grad_norm"] = torch.stack([_whole(n).float().cpu() for n in norms]).norm().item()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for scheduler in self.schedulers:
+            scheduler.step()
+        self.zero_grad()
+        return logs
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def _local_parameters(self) -> list[nn.Parameter]:
+        return list(self.critic.local_parameters().values())
+
+    def _average_local_gradients(self) -> None:
+        """In one flat message per dtype; a rank without a gradient sends zeros."""
+        if self.accelerator.num_processes == 1:
+            return
+        from torch.distributed.tensor import DTensor  # FSDP2 has averaged its own
+
+        parameters = [p for p in self._local_parameters() if not isinstance(p, DTensor)]
+        for dtype in {p.dtype for p in parameters}:
+            group = [p for p in parameters if p.dtype == dtype]
+            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in group])
+            flat = self.accelerator.reduce(flat, "mean")
+            for parameter, mean in zip(group, flat.split([p.numel() for p in group])):
+                parameter.grad = mean.view_as(parameter).clone()
+
+
+def _whole(norm: torch.Tensor | float) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    norm = torch.as_tensor(norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
