@@ -99,8 +99,8 @@ def test_a_server_that_is_killed_during_rollouts(python, tmp_path):
     assert step == 3 and syncs == 3 and re.fullmatch(r"[0-9a-f]{32}:2", version)
     assert max(probes(seen["logs"])) <= FLOAT32 and seen["after"] == "passed"
     step, message, seconds = seen["lost"]
-    assert step == 3 and "waited 5 s" in message and "resume_from_checkpoint" in message and seconds < 120
-    assert seen["checkpoint"] == "checkpoint-3"
+    assert step == 4 and "waited 5 s" in message and "resume_from_checkpoint" in message and seconds < 120
+    assert seen["checkpoint"] == "checkpoint-4"
     assert seen["resumed"] == 6 and max(probes(seen["resumed_logs"])) <= FLOAT32
 
 

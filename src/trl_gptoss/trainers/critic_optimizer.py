@@ -2,16 +2,20 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedEngineWrapper, DistributedType
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from .critics import BackboneCritic, Critic
 from .ppo_config import GptOssPPOConfig
+
+if TYPE_CHECKING:
+    from accelerate.utils import DeepSpeedEngineWrapper
 
 # Parameters by name -> optimizer.
 MakeOptimizer = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
@@ -34,11 +38,13 @@ class CriticOptimizer:
         self.args = args
         self.local = make(critic.local_parameters())
         self.backbone: torch.optim.Optimizer | None = None
-        self._engine: DeepSpeedEngineWrapper | None = None
+        self._engine: "DeepSpeedEngineWrapper | None" = None
         if isinstance(critic, BackboneCritic):
             optimizer = make(dict(critic.model.backbone.named_parameters()))
             critic.model.backbone, self.backbone = accelerator.prepare(critic.model.backbone, optimizer)
             if accelerator.distributed_type == DistributedType.DEEPSPEED:
+                from accelerate.utils import DeepSpeedEngineWrapper  # is there only if DeepSpeed is installed
+
                 self._engine = DeepSpeedEngineWrapper(critic.model.backbone)
         self.schedulers: list[LRScheduler] = []
 
