@@ -11,15 +11,17 @@ from .correction_config import RolloutCorrectionConfig, correction_options
 from .freezing import check_freeze
 from .saving_config import SavingConfig, check_saving_config
 from .schedule import check_on_policy_schedule
+from .vllm_config import VllmRolloutConfig
 
 _TRL_MAX_COMPLETION_LENGTH = GRPOConfig.__dataclass_fields__["max_completion_length"].default
 
 
 @dataclass
-class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, GRPOConfig):
+class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, VllmRolloutConfig, GRPOConfig):
     r"""
     Configuration of [`GptOssGRPOTrainer`]. Everything of [`~trl.GRPOConfig`] keeps its meaning. The settings of rollout
-    correction are those of [`RolloutCorrectionConfig`]; what is saved and published is described in [`SavingConfig`].
+    correction are those of [`RolloutCorrectionConfig`]; what is saved and published is described in [`SavingConfig`], what
+    vLLM adds in [`VllmRolloutConfig`].
 
     Parameters:
         on_policy (`str`, *optional*, defaults to `"auto"`):

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedEngineWrapper, DistributedType
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
@@ -13,6 +14,9 @@ from transformers import get_scheduler
 
 from .critics import BackboneCritic, Critic
 from .ppo_config import GptOssPPOConfig
+
+if TYPE_CHECKING:
+    from accelerate.utils import DeepSpeedEngineWrapper
 
 # Parameters by name -> optimizer.
 MakeOptimizer = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
@@ -40,6 +44,8 @@ class CriticOptimizer:
             optimizer = make(dict(critic.model.backbone.named_parameters()))
             critic.model.backbone, self.backbone = accelerator.prepare(critic.model.backbone, optimizer)
             if accelerator.distributed_type == DistributedType.DEEPSPEED:
+                from accelerate.utils import DeepSpeedEngineWrapper  # is there only if DeepSpeed is installed
+
                 self._engine = DeepSpeedEngineWrapper(critic.model.backbone)
         self.schedulers: list[LRScheduler] = []
         self._set_aside: dict[str, torch.Tensor] = {}  # gradients so far, by name
