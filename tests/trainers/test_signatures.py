@@ -95,6 +95,11 @@ def test_attributes_that_are_read():
         assert name in source, name
 
 
+def test_the_loss_is_divided_inside_of_compute_loss():
+    """Turns are back-propagated there; a caller that divided what is returned would miss all but the last."""
+    assert GRPOTrainer.loss_is_scaled_for_ga is True
+
+
 def test_the_sampler_and_the_default_that_are_relied_upon():
     parameters = list(inspect.signature(RepeatSampler.__init__).parameters)
     assert parameters == ["self", "data_source", "mini_repeat_count", "batch_size", "repeat_count", "shuffle", "seed"]

@@ -15,19 +15,18 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from torch import nn
-from trl import GRPOTrainer
 
 from ..correction import RolloutCorrection, ess_warning, rollout_correction, summarize_stats
 from ..harmony.channel_ids import CHANNEL_NAMES, channel_ids
 from .correction_config import correction_options
-from .on_policy import MODEL_INPUTS
+from .on_policy import MODEL_INPUTS, OnPolicyMixin
 
 logger = get_logger(__name__)
 
 _WARN_EVERY = 50  # optimizer steps between two warnings
 
 
-class CorrectionMixin(GRPOTrainer):
+class CorrectionMixin(OnPolicyMixin):
     """The methods of [`GRPOTrainer`] that rollout correction depends on.
 
     Overridden, and why:
@@ -37,6 +36,7 @@ class CorrectionMixin(GRPOTrainer):
     """
 
     speaks_harmony: bool
+    _in_turn: bool
     _correction: dict[str, Any] | None = None
     _only_measures: bool = False
     _forward: tuple | None = None
@@ -88,19 +88,36 @@ class CorrectionMixin(GRPOTrainer):
         return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        if self._correction is None or not self.model.training or "sampling_per_token_logps" not in inputs:
+        if not self._is_corrected(inputs):
             return super()._compute_loss(model, inputs)
-        generating_logps_BT = inputs.get("old_per_token_logps")
         forward = None
-        if generating_logps_BT is None:
+        if inputs.get("old_per_token_logps") is None:
             forward = self._run_forward(model, inputs)
-            generating_logps_BT = forward[0].detach()
-        correction = self._correct(generating_logps_BT, inputs)
-        self._log_correction(correction)
+        correction = self._correction_of(inputs, None if forward is None else forward[0].detach())
         if not self._only_measures:
             inputs = self._corrected(inputs, correction)
         with self._forward_is(forward):
             return super()._compute_loss(model, inputs)
+
+    def _is_corrected(self, inputs: dict[str, Any]) -> bool:
+        return self._correction is not None and self.model.training and "sampling_per_token_logps" in inputs
+
+    def _correction_of(
+        self, inputs: dict[str, Any], training_logps_BT: torch.Tensor | None
+    ) -> RolloutCorrection | None:
+        """Weights of a micro-batch, which are logged; `None` if nothing is to be corrected.
+
+        Args:
+            inputs (`dict`): the micro-batch.
+            training_logps_BT (`torch.Tensor`): of the training forward, for batches without old log-probs.
+        """
+        if not self._is_corrected(inputs):
+            return None
+        old_BT = inputs.get("old_per_token_logps")
+        correction = self._correct(training_logps_BT if old_BT is None else old_BT, inputs)
+        if not self._in_turn:  # rows in several turns are logged together, after the last one
+            self._log_correction(correction)
+        return correction
 
     @contextmanager
     def _forward_is(self, forward: tuple | None):
@@ -148,6 +165,8 @@ class CorrectionMixin(GRPOTrainer):
 
     def _log_correction(self, correction: RolloutCorrection) -> None:
         """`rollout_correction/...` once per optimizer step, over its micro-batches and all ranks."""
+        if self._in_turn:  # a part of a micro-batch; the whole comes afterwards, see `padding_free`
+            return
         self._correction_rows.append(self.accelerator.gather(correction.stats[None]))
         if not self.accelerator.sync_gradients:
             return

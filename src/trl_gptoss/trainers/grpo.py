@@ -34,7 +34,7 @@ from ..environments import Environment
 from ..harmony import HarmonyVocabulary, is_harmony, set_response_template, tool_spec
 from ..hub.adapters import train_sinks
 from ..hub.publish import check_save_format
-from ..rollouts import RolloutLimits, ToolRunner
+from ..rollouts import GenerationBackend, RolloutLimits, ToolRunner
 from ..rollouts.transformers_backend import TransformersBackend
 from ..trajectory import Trajectory
 from .callbacks import RolloutProgressCallback
@@ -46,7 +46,6 @@ from .freezing import freeze
 from .guards import check_model
 from .harmony_rollouts import HarmonyRollouts
 from .loading import ATTENTION, load_reward_models, model_init_kwargs
-from .on_policy import OnPolicyMixin
 from .resumable import ResumableMixin
 from .reward_guard import discard_failed_rows, guard
 from .rollout_metrics import gather_rollout_metrics
@@ -61,7 +60,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
 
-class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, SavingMixin, GRPOTrainer):
+class GptOssGRPOTrainer(CorrectionMixin, ResumableMixin, SavingMixin, GRPOTrainer):
     """[`~trl.GRPOTrainer`] for GPT-OSS and other models.
 
     The tokenizer decides how completions are made: with a Harmony tokenizer by the token-in/token-out loop of
@@ -165,7 +164,8 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, SavingMi
             environment_factory=environment_factory,
         )
         self._setup_router_replay(self._base_model)
-        self._setup_correction(own_policy_samples=not args.use_vllm and rollout_func is None)
+        same_weights = args.rollout_weights == "trained"
+        self._setup_correction(own_policy_samples=not args.use_vllm and rollout_func is None and same_weights)
         check_model(self._base_model)
         check_rollout_weights(args.rollout_weights, self._base_model.config, self.accelerator)
         self._train_sinks()
@@ -258,6 +258,23 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, SavingMi
         for tool in self.tools:  # hints and docstrings are checked now, not when the first prompt is rendered
             tool_spec(tool)
         return HarmonyRollouts(args, self._tokenizer, backend, runner, limits, self._any_rank, self._router)
+
+    def use_backend(self, backend: GenerationBackend) -> None:
+        """Let something else sample the Harmony rollouts, before `train`; tools, budgets and masks stay the same.
+
+        Args:
+            backend ([`GenerationBackend`]): e.g. [`SglangBackend`]. It has to sample from the current weights, and to end
+                samples with the ids of `HarmonyVocabulary.stop_ids`.
+
+        Raises:
+            ValueError: rollouts are TRL's own here (another tokenizer, or a `rollout_func`).
+        """
+        if self._engine is None:
+            raise ValueError(
+                "use_backend needs the Harmony rollouts of this trainer; with another tokenizer, or with a rollout_func, "
+                "completions are made by TRL. Pass a rollout_func instead."
+            )
+        self._engine.backend = backend
 
     def _check_stop_ids(self, stop_ids: list[int]) -> None:
         """The three ids that end a Harmony turn are not negotiable, and the model must be able to sample them."""

@@ -43,7 +43,7 @@ from .ppo_config import GptOssPPOConfig
 from .ppo_targets import ppo_targets
 from .value_head import SharedCritic, split_values
 
-_CUT_OFF = {StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS}
+_CUT_OFF = {StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.MAX_SECONDS}
 _NO_DECAY = re.compile(r"^head\.|bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
@@ -246,6 +246,16 @@ class GptOssPPOTrainer(GptOssGRPOTrainer):
 
     # ---- a micro-batch ----
 
+    def _set_up_padding_free(self, enabled: bool) -> None:
+        args = self.args
+        if args.padding_free or args.max_tokens_per_micro_batch is not None or args.sequence_parallel_size > 1:
+            raise ValueError(
+                f"GptOssPPOTrainer got padding_free={args.padding_free}, max_tokens_per_micro_batch="
+                f"{args.max_tokens_per_micro_batch} and sequence_parallel_size={args.sequence_parallel_size}; critics do not "
+                "read packed or shared sequences yet. Leave all three at their defaults."
+            )
+        super()._set_up_padding_free(False)
+
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         inputs = super()._prepare_inputs(generation_batch)
         if self.model.training and self._step % self.args.gradient_accumulation_steps == 0:
@@ -290,8 +300,9 @@ class GptOssPPOTrainer(GptOssGRPOTrainer):
             dual_clip=args.dual_clip,
         )
         per_token = policy.loss
-        if "importance_sampling_ratio" in inputs:  # of the sampler's policy to the trainer's, with vLLM
-            per_token = per_token * inputs["importance_sampling_ratio"]
+        correction = self._correction_of(inputs, logps.detach())
+        if correction is not None and not self._only_measures:
+            per_token = per_token * correction.weights
         normalize, _ = self._normalizers
         loss = normalize(per_token, mask)
         self._log_mean("policy_loss", loss)

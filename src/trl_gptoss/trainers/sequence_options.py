@@ -105,5 +105,11 @@ def _check_turns(args: GptOssGRPOConfig) -> None:
             f"{what}; the entropy bonus is a mean of tokens and loss_type={args.loss_type!r} is not, so their parts have "
             "different weights. Set max_tokens_per_micro_batch=None, or loss_type='bnpo'."
         )
+    corrects = args.rollout_correction_level != "off" and (args.use_vllm or args.rollout_correction_level != "auto")
+    if corrects and args.max_tokens_per_micro_batch is not None and args.loss_type == "bnpo":
+        raise ValueError(
+            f"{what}; loss_type='bnpo' divides by the tokens that rollout correction keeps, which is known only after the "
+            "last part. Set max_tokens_per_micro_batch=None, or another loss_type."
+        )
     if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
         raise ValueError(f"{what}; {args.optim} steps inside of backward. Choose another optimizer.")
