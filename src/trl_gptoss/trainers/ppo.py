@@ -257,16 +257,12 @@ class GptOssPPOTrainer(GptOssGRPOTrainer, PPOLossMixin):
     # ---- a micro-batch ----
 
     def _set_up_padding_free(self, enabled: bool) -> None:
-        args = self.args
-        packed = args.padding_free or args.max_tokens_per_micro_batch is not None or args.oom_retries
-        if packed or args.sequence_parallel_size > 1:
+        if self.args.oom_retries:
             raise ValueError(
-                f"GptOssPPOTrainer got padding_free={args.padding_free}, max_tokens_per_micro_batch="
-                f"{args.max_tokens_per_micro_batch}, oom_retries={args.oom_retries} and sequence_parallel_size="
-                f"{args.sequence_parallel_size}; critics do not read packed or shared sequences yet. Leave all of them at "
-                "their defaults."
+                f"oom_retries={self.args.oom_retries}: GptOssPPOTrainer does not try again, because the critic's part of a "
+                "micro-batch would count twice. Set oom_retries=0 and choose max_tokens_per_micro_batch with `trl-gptoss plan`."
             )
-        super()._set_up_padding_free(False)
+        super()._set_up_padding_free(enabled)
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         inputs = super()._prepare_inputs(generation_batch)
