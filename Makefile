@@ -1,15 +1,19 @@
-# make retool     train a tiny GPT-OSS with a Python tool, end to end (the main job)
+# make retool     train a tiny GPT-OSS with a Python tool, end to end (the main job); ALGORITHM=ppo for PPO
 # make test       lint, import contract, docs' code blocks, unit and distributed tests
 # make test-slow  the full grids, real data, several seeds
+# make wheels     sdist, pure wheel and, where nvcc is, the platform wheel, into dist/
+# make docs       the documentation site, into site/
 SHELL := /bin/bash
 PY    := .venv/bin/python
 SEED  ?= 0
-OUT   ?= outputs/retool-tiny
+ALGORITHM ?= grpo
+RECIPE := configs/recipes/$(if $(filter ppo,$(ALGORITHM)),tiny_ppo,tiny).yaml
+OUT   ?= outputs/retool-tiny$(if $(filter ppo,$(ALGORITHM)),-ppo)
 ARGS  ?=
 GPU   := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU)
 ACCEL ?= configs/accelerate/$(if $(filter-out 0,$(GPU)),single_gpu,cpu).yaml
 
-.PHONY: retool test test-slow lint setup setup-dev constraints clean
+.PHONY: retool test test-slow lint setup setup-dev wheels docs constraints clean
 
 setup:
 	@scripts/setup_env.sh
@@ -18,7 +22,7 @@ setup-dev:
 
 retool: setup
 	.venv/bin/accelerate launch --config_file $(ACCEL) examples/retool.py \
-	  --config configs/recipes/tiny.yaml --output_dir $(OUT) --seed $(SEED) $(ARGS)
+	  --config $(RECIPE) --algorithm $(ALGORITHM) --output_dir $(OUT) --seed $(SEED) $(ARGS)
 
 lint: setup-dev
 	.venv/bin/ruff check .
@@ -32,9 +36,16 @@ test: lint
 test-slow: lint
 	$(PY) -m pytest -q -m "slow" $(ARGS)
 
+wheels: setup-dev
+	PYTHON=$(PY) scripts/build_wheels.sh dist
+
+docs:
+	@scripts/setup_env.sh dev,docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 constraints: setup-dev
 	{ head -2 constraints.txt; $(PY) -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.new
 	mv constraints.new constraints.txt
 
 clean:
-	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .venv build dist site .pytest_cache .ruff_cache .import_linter_cache

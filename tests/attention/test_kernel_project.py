@@ -1,6 +1,7 @@
 """The kernels project says the same thing in its sources, its build file and its description."""
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -67,3 +68,18 @@ def test_the_library_builds(tmp_path):
         pytest.skip(str(why))
     library = build.build_kernels(tmp_path / loading.LIBRARY)
     assert library.stat().st_size > 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_tile_is_handed_out_once(tmp_path):
+    """The kernels' own scheduling functions, compiled for the CPU: random batches, each key block exactly once."""
+    try:
+        nvcc = build.find_nvcc()
+    except build.BuildError as why:
+        pytest.skip(str(why))
+    program, source = tmp_path / "scheduler", PROJECT / "tests" / "scheduler_host.cu"
+    arch = ["-gencode", "arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr"]
+    subprocess.run([nvcc, "-std=c++17", *arch, f"-I{PROJECT / 'csrc'}", "-o", program, source], check=True)
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "ok\n")

@@ -18,7 +18,7 @@ class FwdArgs(C.Structure):
     _fields_ = (
         [(n, C.c_void_p) for n in "qkv"]
         + [(n, C.c_int64) for n in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")]
-        + [(n, C.c_void_p) for n in ("sinks", "out", "lse", "counter")]
+        + [(n, C.c_void_p) for n in ("sinks", "out", "lse", "workspace")]
     )
 
 
@@ -41,7 +41,7 @@ class Raw:
     def __init__(self, path: str):
         self.lib = C.CDLL(path)
         self.lib.sink_fa3_fwd.restype = self.lib.sink_fa3_bwd.restype = C.c_char_p
-        self.lib.sink_fa3_bwd_workspace.restype = C.c_int64
+        self.lib.sink_fa3_fwd_workspace.restype = self.lib.sink_fa3_bwd_workspace.restype = C.c_int64
 
     @staticmethod
     def _problem(q, k, cu_q, cu_k, max_q, max_k, causal, window, scale) -> Problem:
@@ -67,10 +67,11 @@ class Raw:
     def fwd(self, q, k, v, sinks, *tail, variant: int = 0, poison: bool = True):
         shapes = (q.shape, (q.shape[1], q.shape[0]))
         out, lse = self._results(shapes, (q.dtype, torch.float32), q.device, poison)
-        counter = torch.empty(1, dtype=torch.int32, device=q.device)
+        p = self._problem(q, k, *tail)
+        work = torch.empty(self.lib.sink_fa3_fwd_workspace(C.byref(p)), dtype=torch.uint8, device=q.device)
         strides = [x.stride(i) for x in (q, k, v) for i in (0, 1)]
-        args = FwdArgs(*map(pointer, (q, k, v)), *strides, *map(pointer, (sinks, out, lse, counter)))
-        self._call(self.lib.sink_fa3_fwd, self._problem(q, k, *tail), args, variant)
+        args = FwdArgs(*map(pointer, (q, k, v)), *strides, *map(pointer, (sinks, out, lse, work)))
+        self._call(self.lib.sink_fa3_fwd, p, args, variant)
         return out, lse
 
     def bwd(self, dout, q, k, v, out, lse, sinks, *tail, deterministic=False, variant: int = 0, poison: bool = True):

@@ -6,6 +6,7 @@
 #include "launch.h"
 #include "mask.cuh"
 #include "ptx.cuh"
+#include "scheduler.cuh"
 #include "softmax.cuh"
 
 namespace sink_fa3 {
@@ -18,7 +19,7 @@ struct BwdParams {
     int const* cu_q;
     int const* cu_k;
     int batch, total_q, heads, kv_heads, heads_per_kv, slots;
-    int units_per_group, blocks, tickets;
+    Order order;  // blocks of keys; units are KV heads
     int causal, window;
     float scale, c;       // c = scale * log2(e)
     float const* lse;     // (heads, total_q), natural logarithm
@@ -35,7 +36,7 @@ struct BwdParams {
     int* turns;  // (heads, slots), deterministic mode: how many key blocks have added their dQ
 };
 
-__device__ __forceinline__ int first_slot(BwdParams const& p, int b) { return p.cu_q[b] / kBwdRows + b; }
+__host__ __device__ __forceinline__ int first_slot(BwdParams const& p, int b) { return p.cu_q[b] / kBwdRows + b; }
 
 // The sequence a slot belongs to.
 __device__ __forceinline__ int sequence_of_slot(BwdParams const& p, int slot) {
@@ -46,6 +47,12 @@ __device__ __forceinline__ int sequence_of_slot(BwdParams const& p, int slot) {
         else hi = mid - 1;
     }
     return lo;
+}
+
+// The first key block that adds to query tile m; `offset` is len_k - len_q.
+__host__ __device__ __forceinline__ int first_key_block(BwdParams const& p, int m, int offset) {
+    int const key = p.window > 0 ? m * kBwdRows + offset - p.window + 1 : 0;  // first key that the tile's first query sees
+    return max(0, key) / kBwdKeys;
 }
 
 }  // namespace sink_fa3

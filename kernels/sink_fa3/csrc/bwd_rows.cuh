@@ -27,6 +27,14 @@ __device__ __forceinline__ float dot8(uint4 a, uint4 b) {
     return sum;
 }
 
+// Whether any key block works on the tile of `rows` queries from `row0` on of sequence b. If so, the first one stores.
+__host__ __device__ __forceinline__ bool has_key_block(BwdParams const& p, int b, int row0, int rows) {
+    int const k_len = p.cu_k[b + 1] - p.cu_k[b];
+    int const offset = k_len - (p.cu_q[b + 1] - p.cu_q[b]);
+    int const key = first_key_block(p, row0 / kBwdRows, offset) * kBwdKeys;
+    return key < k_len && (!p.causal || key - offset < row0 + min(rows, kBwdRows));
+}
+
 // Grid (slots, heads), 256 threads: eight threads a row. dsink_h = -sum_i exp(s_h - lse_i) * rowsum(dO_i * O_i); the sum over
 // a tile here, over tiles in bwd_sinks, both in a fixed order.
 template <typename T>
@@ -39,9 +47,11 @@ __global__ void __launch_bounds__(256) bwd_prepare(__grid_constant__ BwdParams c
     int const valid = min(kBwdRows, p.cu_q[b + 1] - q_begin - row0);  // <= 0: a slot without rows
     float sink_term = 0.f;
     if (valid > 0) {
-        float4* acc = reinterpret_cast<float4*>(p.dq_acc + tile * kDqTile);
+        if (p.turns == nullptr || !has_key_block(p, b, row0, valid)) {
+            float4* acc = reinterpret_cast<float4*>(p.dq_acc + tile * kDqTile);
 #pragma unroll
-        for (int i = 0; i < kDqTile / 4 / 256; ++i) acc[thread + 256 * i] = float4{0.f, 0.f, 0.f, 0.f};
+            for (int i = 0; i < kDqTile / 4 / 256; ++i) acc[thread + 256 * i] = float4{0.f, 0.f, 0.f, 0.f};
+        }
         uint4 x[2], y[2];
         int const part = thread & 7;
 #pragma unroll

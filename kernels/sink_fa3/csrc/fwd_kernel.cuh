@@ -10,6 +10,8 @@ struct FwdParams {
     float const* sinks;
     void* out;
     float* lse;
+    // kSplit: (splits, total_q, heads, 64) and (splits, total_q, heads), each part normalised by itself and without the sink
+    float *part_out, *part_lse;
     int* counter;
     int total_q, heads;
     int heads_per_kv;
@@ -23,15 +25,14 @@ __device__ __forceinline__ void fwd_producer(FwdSmem<C>& sm, CUtensorMap const* 
     Ring<C::kStages> ring;
     uint32_t q_phase = 0;
     uint32_t const q_bytes = 128 * tp.group * tp.tokens;
+    int const tickets = tp.order.ends[groups_of(tp.order) - 1] * tp.splits;
     while (true) {
-        Tile t;
-        int ticket;
-        do {
-            ticket = atomicAdd(p.counter, 1);
-        } while (ticket < tp.tickets && !decode_ticket<C::kN>(tp, ticket, t));
+        int const ticket = atomicAdd(p.counter, 1);
+        Tile t{};
+        if (ticket < tickets) t = tile_of<C::kN, C::kSplit>(tp, ticket);
         mbar_wait(&sm.q_empty, q_phase ^ 1);
         q_phase ^= 1;
-        if (ticket >= tp.tickets) {
+        if (ticket >= tickets) {
             sm.tile.n_max = -1;
             mbar_arrive(&sm.q_full);
             return;
@@ -78,6 +79,22 @@ __device__ __forceinline__ void store_rows(FwdSmem<C>& sm, FwdParams const& p, T
     }
 }
 
+// A part of the keys: a warpgroup's rows in float32, straight from the registers.
+template <typename C>
+__device__ __forceinline__ void store_part(FwdParams const& p, int64_t const (&row)[2], bool const (&valid)[2], int lane,
+                                           float const (&o)[C::D / 2], float const (&lse)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        if (!valid[r]) continue;
+        if ((lane & 3) == 0) p.part_lse[row[r]] = lse[r];
+        if (lse[r] == neg_inf()) continue;  // no key: weighs nothing, and is not read
+#pragma unroll
+        for (int j = 0; j < C::D / 8; ++j)
+            *reinterpret_cast<float2*>(p.part_out + row[r] * C::D + 8 * j + 2 * (lane & 3)) =
+                float2{o[4 * j + 2 * r], o[4 * j + 2 * r + 1]};
+    }
+}
+
 template <typename C>
 __device__ __forceinline__ void fwd_consumer(FwdSmem<C>& sm, FwdParams const& p, int wg) {
     Ring<C::kStages> ring;
@@ -107,26 +124,38 @@ __device__ __forceinline__ void fwd_consumer(FwdSmem<C>& sm, FwdParams const& p,
         float mc[2] = {neg_inf(), neg_inf()};
         if (t.n_max > t.n_min) {
             KeyLoop<C>{sm, t, rows, wg, lane, p.c, ring, o, row_sum, mc}.run(KeyRange{last.lo, first.hi});
-        } else if (lane == 0) {
-            mbar_arrive(&sm.q_empty);
+        } else {
+            __syncwarp();  // every lane has read sm.tile
+            if (lane == 0) mbar_arrive(&sm.q_empty);
         }
-        float factor[2];
+        float factor[2], lse[2];
+        bool valid[2];
+        int64_t part_row[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             int const head = t.head_group * group + (row0 + 8 * r) - token[r] * group;
-            bool const valid = token[r] < p.tiles.tokens && t.token0 + token[r] < t.q_len;
-            float const sink = p.sinks != nullptr && valid ? p.sinks[head] * kLog2e : neg_inf();
-            float lse;
-            finish_row(mc[r], row_sum[r], sink, factor[r], lse);
-            if (valid && (lane & 3) == 0) p.lse[int64_t(head) * p.total_q + t.q_begin + t.token0 + token[r]] = lse;
+            valid[r] = token[r] < p.tiles.tokens && t.token0 + token[r] < t.q_len;
+            int const row = t.q_begin + t.token0 + token[r];
+            if constexpr (C::kSplit) {
+                finish_row(mc[r], row_sum[r], neg_inf(), factor[r], lse[r]);
+                part_row[r] = (int64_t(t.split) * p.total_q + row) * p.heads + head;
+            } else {
+                float const sink = p.sinks != nullptr && valid[r] ? p.sinks[head] * kLog2e : neg_inf();
+                finish_row(mc[r], row_sum[r], sink, factor[r], lse[r]);
+                if (valid[r] && (lane & 3) == 0) p.lse[int64_t(head) * p.total_q + row] = lse[r];
+            }
         }
         scale_rows(o, factor);
-        store_rows<C>(sm, p, t, wg, o);
+        if constexpr (C::kSplit) {
+            store_part<C>(p, part_row, valid, lane, o, lse);
+        } else {
+            store_rows<C>(sm, p, t, wg, o);
+        }
     }
 }
 
 template <typename C>
-__global__ void __launch_bounds__(C::kThreads, 1)
+__global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     fwd_kernel(__grid_constant__ CUtensorMap const map_q, __grid_constant__ CUtensorMap const map_k,
                __grid_constant__ CUtensorMap const map_v, __grid_constant__ FwdParams const p) {
     // Used as it is, without pointer arithmetic that would hide from the compiler that this is shared memory.

@@ -11,23 +11,26 @@
 
 namespace sink_fa3 {
 
-template <typename T_, int kWarpgroups_, int kStages_>
+// kSplit: the keys of a tile are divided among blocks, and each leaves its part for fwd_combine.
+template <typename T_, int kWarpgroups_, int kStages_, bool kSplit_ = false>
 struct FwdConfig {
     using T = T_;
+    static constexpr bool kSplit = kSplit_;
     static constexpr int D = 64;  // a row is one 128-byte swizzle span
     static constexpr int kWarpgroups = kWarpgroups_;  // consumers
     static constexpr int kStages = kStages_;
     static constexpr int kM = 64 * kWarpgroups;
     static constexpr int kN = 128;
     static constexpr int kThreads = 128 * (kWarpgroups + 1);
+    static constexpr int kBlocksPerSm = kWarpgroups == 1 ? 2 : 1;
     static constexpr int kProducerRegs = kWarpgroups == 3 ? 32 : 24;
-    static constexpr int kConsumerRegs = kWarpgroups == 3 ? 160 : 240;
+    static constexpr int kConsumerRegs = kWarpgroups == 3 ? 160 : kWarpgroups == 2 ? 240 : 224;
 };
 
 template <typename C>
 struct FwdSmem {
     alignas(1024) uint8_t q[C::kM * C::D * 2];
-    alignas(1024) uint8_t o[C::kM * C::D * 2];
+    alignas(1024) uint8_t o[C::kSplit ? 16 : C::kM * C::D * 2];
     alignas(1024) uint8_t k[C::kStages][C::kN * C::D * 2];
     alignas(1024) uint8_t v[C::kStages][C::kN * C::D * 2];
     uint64_t q_full, q_empty;
@@ -257,6 +260,7 @@ struct KeyLoop {
                 n = n_stale - 1;
             }
         }
+        __syncwarp();  // every lane has read sm.tile
         release(&sm.q_empty);
         mbar_wait(&sm.v_full[ring.stage], ring.phase);
         keep(o);

@@ -26,7 +26,7 @@ struct FwdArgs {
     float const* sinks;  // null: no sinks
     void* out;           // contiguous (total_q, heads, head_dim)
     float* lse;          // (heads, total_q)
-    int* counter;        // one int of workspace
+    void* workspace;     // fwd_workspace_bytes() bytes, 256-byte aligned, need not be cleared
 };
 
 struct BwdArgs {
@@ -43,6 +43,7 @@ struct BwdArgs {
 // Null on success, otherwise a message (static storage) that says what the kernels cannot take.
 char const* fwd_launch(Problem const& p, FwdArgs const& a, cudaStream_t stream);
 char const* bwd_launch(Problem const& p, BwdArgs const& a, cudaStream_t stream);
+int64_t fwd_workspace_bytes(Problem const& p);
 int64_t bwd_workspace_bytes(Problem const& p);
 
 }  // namespace sink_fa3

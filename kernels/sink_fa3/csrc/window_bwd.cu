@@ -99,6 +99,22 @@ __device__ __forceinline__ void store_dq(CUtensorMap const* map, uint8_t* rows, 
     }
 }
 
+// P carries the error of an lse in float32, 1e-3 for scores of 1e4. Dividing by what a row really sums to removes that from delta,
+// and so from rows that are almost one-hot, whose dS is what the difference dP - delta leaves. A branch, because for scores of
+// ordinary size there is nothing to gain, and the additions would cost 15 % of the kernel's time.
+__device__ __forceinline__ void normalise_delta(float (&delta)[2], float const (&s)[kCols / 2], float const (&lse2)[2], float sink2) {
+    constexpr float kLarge = 128.f;  // the last bit of a larger one is 1.5e-5 or more
+    if (!__any_sync(0xffffffff, fabsf(lse2[0]) > kLarge || fabsf(lse2[1]) > kLarge)) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float all = 0.f;
+#pragma unroll
+        for (int b = 0; b < kColBlocks; ++b) all += s[4 * b + 2 * r] + s[4 * b + 2 * r + 1];
+        all = quad_sum(all) + (sink2 == lse2[r] ? 1.f : exp2_approx(sink2 - lse2[r]));
+        if (all > 0.f) delta[r] *= __frcp_rn(all);
+    }
+}
+
 template <typename T, int kWG>
 __device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int first, int count) {
     int const thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, quad = lane % 4;
@@ -237,6 +253,7 @@ __device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int f
             delta[r] = quad_sum(sum0 + sum1);
             dsink -= (sink2 == lse2[r] ? 1.f : exp2_approx(sink2 - lse2[r])) * delta[r];
         }
+        normalise_delta(delta, s, lse2, sink2);
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j) {
 #pragma unroll

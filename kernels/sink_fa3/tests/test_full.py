@@ -38,13 +38,17 @@ def run(ops, c: dict, seed: int, deterministic: bool = False) -> tuple[dict, dic
         max(lk) + c["slack"],
     )
     tail += (c["causal"], c["window"], scale)
-    out, lse = ops.fwd(q, k, v, s, *tail)
-    grads = ops.bwd(do, q, k, v, out, lse, s, *tail, deterministic)
+    torch.use_deterministic_algorithms(True)  # fills what the operators allocate with NaN: all of it must be written
+    try:
+        out, lse = ops.fwd(q, k, v, s, *tail)
+        grads = ops.bwd(do, q, k, v, out, lse, s, *tail, deterministic)
+    finally:
+        torch.use_deterministic_algorithms(False)
     got = dict(zip(("out", "lse", "dq", "dk", "dv", "dsinks"), (out, lse, *grads), strict=True))
     args = (q, k, v, s, lq, lk, c["causal"], c["window"], scale, do)
     ref = oracle.attention(*args)
     low = oracle.attention(*args, dtype=torch.float32, bf16_like=c["dtype"])
-    low = {n: x if n in ("lse", "dsinks", "dsinks_scale") else x.to(c["dtype"]) for n, x in low.items()}
+    low = {n: x.to(c["dtype"]) if n in ("out", "dq", "dk", "dv") else x for n, x in low.items()}
     return got, ref, low
 
 
@@ -59,7 +63,8 @@ def check(got: dict, ref: dict, low: dict, with_sinks: bool) -> None:
             finite = ref[n].isfinite()
             assert ((x[finite] - ref[n][finite]).abs() <= 3e-5 * (1 + ref[n][finite].abs())).all()
         else:
-            assert oracle.relative(x, ref[n]) <= 2 * oracle.relative(low[n], ref[n]) + 1e-4, n
+            errors = oracle.relative(x, ref[n]), oracle.relative(low[n], ref[n])
+            assert oracle.agrees(n, x, ref, low, got["out"].dtype), f"{n}: {errors[0]:.1e}, formula {errors[1]:.1e}"
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -85,12 +90,19 @@ def test_the_comparison_notices(ops, change):
         check(got, ref, low, True)
 
 
-@pytest.mark.parametrize("window", [0, 200])
-def test_deterministic_runs_are_bit_equal(ops, window):
-    c = case([1500, 700, 64, 1], h=16, kv=2, window=window)
+@pytest.mark.parametrize(
+    "c",
+    [
+        case([1500, 700, 64, 1], h=16, kv=2),
+        case([1500, 700, 64, 1], h=16, kv=2, window=200),
+        case([300, 900], [200, 1400], h=16, kv=2),
+        case([1, 8, 3], [5000, 3000, 20], h=64, kv=8),
+    ],
+)
+def test_deterministic_runs_are_bit_equal(ops, c):
     q, k, v, s, do, lq, lk = make(c, 3)
-    cu = oracle.cumulative(lq, q.device)
-    tail = (cu, cu, max(lq), max(lk), True, window, 0.125)
+    lengths = (oracle.cumulative(lq, q.device), oracle.cumulative(lk, q.device))
+    tail = (*lengths, max(lq), max(lk), True, c["window"], 0.125)
     out, lse = ops.fwd(q, k, v, s, *tail)
     first = ops.bwd(do, q, k, v, out, lse, s, *tail, True)
     for _ in range(50):
@@ -113,12 +125,19 @@ def test_strided_inputs(ops):
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def describe(c: dict) -> str:
+    return ", ".join(f"{n}={x}" for n, x in c.items() if x != case([1])[n])
+
+
 def random_case(rng: random.Random) -> dict:
     kv = rng.choice([1, 1, 2, 3, 8])
     h = kv * rng.choice([1, 2, 3, 4, 5, 8, 16])
     n = rng.randint(1, 4)
     lens_k = [rng.choice([0, 1, rng.randint(1, 40), rng.randint(1, 300), rng.randint(1, 700)]) for _ in range(n)]
     lens_q = list(lens_k) if rng.random() < 0.6 else [rng.choice([0, 1, rng.randint(1, 300)]) for _ in range(n)]
+    if rng.random() < 0.15:  # a cache of many keys
+        lens_k = [rng.randint(1, 6000) for _ in range(n)]
+        lens_q = [rng.choice([0, 1, 1, rng.randint(1, 9), rng.randint(1, 80)]) for _ in range(n)]
     if sum(lens_q) == 0 or sum(lens_k) == 0:
         lens_q, lens_k = [5], [5]
     causal = rng.random() < 0.85
@@ -130,11 +149,12 @@ def random_case(rng: random.Random) -> dict:
 
 
 @pytest.mark.slow
-def test_fuzz(ops):
+@pytest.mark.parametrize("part", range(8))  # so that several processes can share the work
+def test_fuzz(ops, part):
     """SINK_FA3_FUZZ random shapes (2000 by default)."""
-    for seed in range(int(os.environ.get("SINK_FA3_FUZZ", "2000"))):
+    for seed in range(part, int(os.environ.get("SINK_FA3_FUZZ", "2000")), 8):
         c = random_case(random.Random(seed))
         try:
             check(*run(ops, c, seed, seed % 2 == 1), c["sink"] is not None)
         except AssertionError as e:
-            raise AssertionError(f"seed {seed}: {c}") from e
+            raise AssertionError(f"seed {seed}: {e}: {describe(c)}") from e

@@ -93,7 +93,7 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, std::optional<Tenso
     torch::stable::accelerator::DeviceGuard const guard(q.get_device_index());
     Tensor out = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2)});
     Tensor lse = torch::stable::new_empty(q, {q.size(1), q.size(0)}, ScalarType::Float);
-    Tensor counter = torch::stable::new_empty(q, {1}, ScalarType::Int);
+    Tensor workspace = torch::stable::new_empty(q, {sink_fa3::fwd_workspace_bytes(p)}, ScalarType::Byte);
     sink_fa3::FwdArgs a{};
     a.q = q.data_ptr(), a.k = k.data_ptr(), a.v = v.data_ptr();
     a.q_token = q.stride(0), a.q_head = q.stride(1);
@@ -102,7 +102,7 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, std::optional<Tenso
     a.sinks = sink_pointer(sinks);
     a.out = out.data_ptr();
     a.lse = static_cast<float*>(lse.data_ptr());
-    a.counter = static_cast<int*>(counter.data_ptr());
+    a.workspace = workspace.data_ptr();
     raise(sink_fa3::fwd_launch(p, a, current_stream(q)));
     return {out, lse};
 }

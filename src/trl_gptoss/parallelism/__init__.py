@@ -1,0 +1,34 @@
+"""Sequences and parameters spread over ranks, one technique per file.
+
+`mesh` says which ranks work together, `ulysses` exchanges tokens for heads around attention, `sequence` shards tokens and
+lends batches, `checks` refuses what would be wrong, `fsdp2` and `zero3` shard parameters, `checkpoint` saves shards.
+"""
+
+from .checkpoint import full_state_dict, load_full_state_dict, load_sharded, save_sharded
+from .checks import check_accelerator, check_sequence_parallel
+from .fsdp2 import assert_sharded, fsdp2_plugin, shard_model
+from .mesh import SequenceGroup, sequence_group, shard_mesh
+from .sequence import gather_tokens, shard_tokens, share_batches
+from .ulysses import HeadExchange, check_heads
+from .zero3 import zero3_config
+
+__all__ = [
+    "HeadExchange",
+    "SequenceGroup",
+    "assert_sharded",
+    "full_state_dict",
+    "fsdp2_plugin",
+    "load_full_state_dict",
+    "load_sharded",
+    "save_sharded",
+    "shard_model",
+    "check_accelerator",
+    "check_heads",
+    "check_sequence_parallel",
+    "gather_tokens",
+    "sequence_group",
+    "shard_mesh",
+    "shard_tokens",
+    "share_batches",
+    "zero3_config",
+]
