@@ -201,6 +201,7 @@ def test_deepgemm_gives_the_experts_no_gradient(monkeypatch: pytest.MonkeyPatch)
             for row, e in enumerate(layout.tolist()):
                 out[row] = rows[row] @ weights[e] if e >= 0 else 0
 
+    monkeypatch.setattr(deepgemm, "is_sm100", lambda: False)
     monkeypatch.setattr(deepgemm, "_DEEPGEMM", SimpleNamespace(grouped_bf16_matmul_nn=kernel, m_alignment=8))
     x.requires_grad_()
     found, right = deepgemm.deepgemm_bf16_experts_forward(layer, x, index, weight), layer(x, index, weight)
