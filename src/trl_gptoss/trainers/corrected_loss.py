@@ -97,7 +97,8 @@ class CorrectionMixin(GRPOTrainer):
             forward = self._run_forward(model, inputs)
             generating_logps_BT = forward[0].detach()
         correction = self._correct(generating_logps_BT, inputs)
-        self._log_correction(correction)
+        if not self._in_turn:  # the rows of all turns are logged together, after the last one
+            self._log_correction(correction)
         if not self._only_measures:
             inputs = self._corrected(inputs, correction)
         with self._forward_is(forward):
