@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..intervals import wilson
 from ..report.charts import Series, number, standalone_svg
 from .scrub import redact
 from .upload import CARD, FIGURES_FOLDER, MXFP4_FOLDER, clean_name, is_local
@@ -123,11 +124,7 @@ def make_card(
 
 def wilson_interval(correct: int, problems: int) -> tuple[float, float]:
     """Wilson's 95 % interval of a proportion, which stays in [0, 1] and is sound for few problems and for 0 and 1."""
-    z2 = _Z95**2
-    share = correct / problems
-    middle = (share + z2 / (2 * problems)) / (1 + z2 / problems)
-    half = _Z95 / (1 + z2 / problems) * math.sqrt(share * (1 - share) / problems + z2 / (4 * problems**2))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    return wilson(correct / problems, problems)
 
 
 def hardware() -> str:
@@ -162,7 +159,7 @@ def _metadata(facts: ModelCardFacts, base: str | None) -> ModelCardData:
             dataset_name=_label(row) or "held-out problems",
             metric_type="accuracy",
             metric_name="accuracy",
-            metric_value=row["correct"] / row["problems"],
+            metric_value=_share(row),
         )
         for row in facts.evaluations
         if _is_count(row)
@@ -239,6 +236,10 @@ def _is_count(row: dict[str, Any]) -> bool:
     return isinstance(row.get("correct"), int) and isinstance(row.get("problems"), int) and row["problems"] > 0
 
 
+def _share(row: dict[str, Any]) -> float:
+    return row["accuracy"] if "accuracy" in row else row["correct"] / row["problems"]
+
+
 def _label(row: dict[str, Any]) -> str:
     numbers = {"correct", "problems", "accuracy", "mean", "std", "low", "high", "interval"}
     return ", ".join(str(v) for k, v in row.items() if k not in numbers and isinstance(v, str))
@@ -248,8 +249,11 @@ def _evaluation(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         if _is_count(row):
-            low, high = wilson_interval(row["correct"], row["problems"])
-            result = f"{row['correct'] / row['problems']:.3f}"
+            result = f"{_share(row):.3f}"
+            if "low" in row and "high" in row:  # several answers to a problem: whoever measured knows better
+                low, high = row["low"], row["high"]
+            else:
+                low, high = wilson_interval(row["correct"], row["problems"])
         elif isinstance(row.get("mean"), float) and isinstance(row.get("std"), float) and row.get("problems"):
             half = _Z95 * row["std"] / math.sqrt(row["problems"])
             low, high, result = row["mean"] - half, row["mean"] + half, f"{row['mean']:.3f}"
