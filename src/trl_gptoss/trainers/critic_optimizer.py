@@ -38,7 +38,7 @@ class CriticOptimizer:
         self.args = args
         self.local = make(critic.local_parameters())
         self.backbone: torch.optim.Optimizer | None = None
-        self._engine: "DeepSpeedEngineWrapper | None" = None
+        self._engine: DeepSpeedEngineWrapper | None = None
         if isinstance(critic, BackboneCritic):
             optimizer = make(dict(critic.model.backbone.named_parameters()))
             critic.model.backbone, self.backbone = accelerator.prepare(critic.model.backbone, optimizer)
