@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -13,9 +13,6 @@ from transformers import get_scheduler
 
 from .critics import BackboneCritic, Critic
 from .ppo_config import GptOssPPOConfig
-
-if TYPE_CHECKING:
-    from accelerate.utils import DeepSpeedEngineWrapper
 
 # Parameters by name -> optimizer.
 MakeOptimizer = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
@@ -38,7 +35,7 @@ class CriticOptimizer:
         self.args = args
         self.local = make(critic.local_parameters())
         self.backbone: torch.optim.Optimizer | None = None
-        self._engine: DeepSpeedEngineWrapper | None = None
+        self._engine: Any = None  # DeepSpeedEngineWrapper
         if isinstance(critic, BackboneCritic):
             optimizer = make(dict(critic.model.backbone.named_parameters()))
             critic.model.backbone, self.backbone = accelerator.prepare(critic.model.backbone, optimizer)
