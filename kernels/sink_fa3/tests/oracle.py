@@ -113,7 +113,9 @@ def agrees(name: str, x: torch.Tensor, ref: dict, low: dict, dtype: torch.dtype)
     if relative(x, ref[name]) <= 2 * relative(low[name], ref[name]) + 1e-4:
         return True
     unit = torch.finfo(dtype).eps / 2
-    return f"{name}_scale" in ref and (x.double() - ref[name]).norm().item() <= 0.25 * unit * ref[f"{name}_scale"].item()
+    return (
+        f"{name}_scale" in ref and (x.double() - ref[name]).norm().item() <= 0.25 * unit * ref[f"{name}_scale"].item()
+    )
 
 
 def sinks_agree(x: torch.Tensor, ref: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple[bool, float]:

@@ -15,18 +15,19 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from torch import nn
+from trl import GRPOTrainer
 
 from ..correction import RolloutCorrection, ess_warning, rollout_correction, summarize_stats
 from ..harmony.channel_ids import CHANNEL_NAMES, channel_ids
 from .correction_config import correction_options
-from .on_policy import MODEL_INPUTS, OnPolicyMixin
+from .on_policy import MODEL_INPUTS
 
 logger = get_logger(__name__)
 
 _WARN_EVERY = 50  # optimizer steps between two warnings
 
 
-class CorrectionMixin(OnPolicyMixin):
+class CorrectionMixin(GRPOTrainer):
     """The methods of [`GRPOTrainer`] that rollout correction depends on.
 
     Overridden, and why:
@@ -88,36 +89,20 @@ class CorrectionMixin(OnPolicyMixin):
         return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        if not self._is_corrected(inputs):
+        if self._correction is None or not self.model.training or "sampling_per_token_logps" not in inputs:
             return super()._compute_loss(model, inputs)
+        generating_logps_BT = inputs.get("old_per_token_logps")
         forward = None
-        if inputs.get("old_per_token_logps") is None:
+        if generating_logps_BT is None:
             forward = self._run_forward(model, inputs)
-        correction = self._correction_of(inputs, None if forward is None else forward[0].detach())
+            generating_logps_BT = forward[0].detach()
+        correction = self._correct(generating_logps_BT, inputs)
+        if not self._in_turn:  # the rows of all turns are logged together, after the last one
+            self._log_correction(correction)
         if not self._only_measures:
             inputs = self._corrected(inputs, correction)
         with self._forward_is(forward):
             return super()._compute_loss(model, inputs)
-
-    def _is_corrected(self, inputs: dict[str, Any]) -> bool:
-        return self._correction is not None and self.model.training and "sampling_per_token_logps" in inputs
-
-    def _correction_of(
-        self, inputs: dict[str, Any], training_logps_BT: torch.Tensor | None
-    ) -> RolloutCorrection | None:
-        """Weights of a micro-batch, which are logged; `None` if nothing is to be corrected.
-
-        Args:
-            inputs (`dict`): the micro-batch.
-            training_logps_BT (`torch.Tensor`): of the training forward, for batches without old log-probs.
-        """
-        if not self._is_corrected(inputs):
-            return None
-        old_BT = inputs.get("old_per_token_logps")
-        correction = self._correct(training_logps_BT if old_BT is None else old_BT, inputs)
-        if not self._in_turn:  # rows in several turns are logged together, after the last one
-            self._log_correction(correction)
-        return correction
 
     @contextmanager
     def _forward_is(self, forward: tuple | None):

@@ -46,6 +46,8 @@ from .freezing import freeze
 from .guards import check_model
 from .harmony_rollouts import HarmonyRollouts
 from .loading import ATTENTION, is_gpt_oss, load_reward_models, model_init_kwargs
+from .memory_guard import MemoryMixin
+from .on_policy import OnPolicyMixin
 from .resumable import ResumableMixin
 from .reward_guard import discard_failed_rows, guard
 from .rollout_metrics import gather_rollout_metrics
@@ -61,7 +63,9 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
 
-class GptOssGRPOTrainer(CorrectionMixin, ResumableMixin, SavingMixin, VllmMixin, GRPOTrainer):
+class GptOssGRPOTrainer(
+    MemoryMixin, CorrectionMixin, OnPolicyMixin, ResumableMixin, SavingMixin, VllmMixin, GRPOTrainer
+):
     """[`~trl.GRPOTrainer`] for GPT-OSS and other models.
 
     The tokenizer decides how completions are made: with a Harmony tokenizer by the token-in/token-out loop of
@@ -83,6 +87,7 @@ class GptOssGRPOTrainer(CorrectionMixin, ResumableMixin, SavingMixin, VllmMixin,
         In [`PaddingFreeMixin`]: the same and `_generate_and_score_completions`: packed rows, token budget, sequence
             parallelism.
         In [`RouterReplayMixin`]: `_generate_and_score_completions`, `compute_loss`, `training_step`: router replay.
+        In [`MemoryMixin`]: `_prepare_inputs`, `compute_loss`, `training_step`: memory measured, explained, tried again.
         In [`ResumableMixin`]: `train`, `_save_rng_state`, `_load_rng_state`: exact resumption.
         In [`SavingMixin`]: `_save`, `create_model_card`, `push_to_hub`, `_push_from_checkpoint`: formats and publishing.
     """
@@ -147,7 +152,9 @@ class GptOssGRPOTrainer(CorrectionMixin, ResumableMixin, SavingMixin, VllmMixin,
                     "knows only the attention names of transformers. Unset it, or use use_vllm=True."
                 )
         environment_factory = bind_environments(environment_factory, args)
-        self._before_loading(model, args, has_adapters=peft_config is not None or is_peft_model(model))
+        self._before_loading(
+            model, args, has_adapters=peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
+        )
         own_vllm = self.speaks_harmony or is_gpt_oss(config)
         with self._engine_of_our_own(args, own_vllm):
             super().__init__(
