@@ -1,5 +1,5 @@
 """What the site needs beyond the chapters: README as its home page, the files that chapters link to outside of docs/ (rows of
-benchmarks, notes of the kernels) as pages or downloads of the site, chapters that the navigation does not name.
+benchmarks, notes of the kernels) as pages or downloads of the site, chapters that the navigation does not name, commands.
 
 Links stay as they are in the repository, where people read them, too; here they are rewritten.
 """
@@ -54,6 +54,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Rewrite the relative links of a page for its place in the site."""
+    markdown = markdown.replace("<!-- commands -->", _commands() if "<!-- commands -->" in markdown else "")
     source = _source_of(page.file.src_uri)
     blocks: list[str] = []
 
@@ -77,6 +78,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     hidden = CODE.sub(hide, markdown)
     return re.sub("\0(\\d+)\0", lambda m: blocks[int(m[1])], LINK.sub(rewrite, hidden))
+
+
+def _commands() -> str:
+    """The table of the command line, from the one place that knows it."""
+    from trl_gptoss.cli import COMMANDS
+
+    rows = [f"| `trl-gptoss {name}` | {command.help} |" for name, command in COMMANDS.items()]
+    return "\n".join(["| command | what it does |", "|---|---|", *rows])
 
 
 def _targets(page: Path) -> list[Path]:

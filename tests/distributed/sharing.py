@@ -236,7 +236,8 @@ def cell(wrapper, size, kind, checkpointing, dtype, level="token", head="exact",
     size, budget = int(size), None if budget is None else int(budget)
     settings = {"max_tokens_per_micro_batch": budget}
     if wrapper == "zero3":
-        settings["deepspeed"] = {**zero3_config(bf16=False), "train_micro_batch_size_per_gpu": 4}
+        sizes = {"train_micro_batch_size_per_gpu": 4, "train_batch_size": 4 * WORLD, "gradient_accumulation_steps": 1}
+        settings["deepspeed"] = {**zero3_config(bf16=False), **sizes}
     trainer = trainer_of(policy(kind, dtype), size, checkpointing == "checkpointing", level, **settings)
     if head == "exact":
         exact_head(trainer._base_model)

@@ -6,12 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
 
 import trl_gptoss
-from trl_gptoss.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAPTERS = sorted((ROOT / "docs").rglob("*.md"))
@@ -84,8 +84,18 @@ def test_blocks_that_are_not_run_compile_and_import_what_exists(page, code):
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "trl_gptoss":
             module = importlib.import_module(node.module)
-            missing = [a.name for a in node.names if a.name not in dir(module)]
+            missing = [a.name for a in node.names if not _importable(module, a.name)]
             assert not missing, (name(page), missing)
+
+
+def _importable(module: ModuleType, attribute: str) -> bool:
+    try:
+        getattr(module, attribute)
+    except AttributeError:
+        return False
+    except ModuleNotFoundError:  # a dependency that is not installed here, such as triton
+        return attribute in module.__all__
+    return True
 
 
 def test_most_blocks_are_run():
@@ -94,9 +104,7 @@ def test_most_blocks_are_run():
     assert kinds.count(True) <= len(kinds) / 3, f"{kinds.count(True)} of {len(kinds)} blocks are not run"
 
 
-def test_commands_and_recipes_are_listed():
-    cli = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
-    assert [c for c in COMMANDS if f"`trl-gptoss {c}" not in cli] == []
+def test_recipes_are_listed():
     recipes = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
     files = [*(ROOT / "configs/recipes").glob("*.yaml"), *(ROOT / "configs/accelerate").glob("*.yaml")]
     assert [name(f) for f in files if f"(../{name(f)})" not in recipes] == []
@@ -156,4 +164,5 @@ def test_the_site_builds_and_its_links_resolve(tmp_path):
             if not (page.parent / link.split("#")[0].split("?")[0]).resolve().exists():
                 broken.append((page.name, link))
     assert not broken, broken[:10]
+    assert "trl-gptoss export" in (tmp_path / "reference/cli.html").read_text(encoding="utf-8")
     assert "max_rollout_tokens" in (tmp_path / "reference/trainers.html").read_text(encoding="utf-8")

@@ -29,7 +29,7 @@ def test_secrets_and_paths_anywhere():
         rewards={bad: 1.0},
         recipe={"setting": {"nested": [bad]}, bad: 1},
         evaluations=[{"policy": bad, "problems": 4, "correct": 2}],
-        history=[{"step": 1, f"on_policy/{bad}": 0.5}],
+        history=[{"step": 1, f"on_policy/of {bad}": 0.5}],
         hardware=bad,
         license="apache-2.0",
         tags=["trl"],

@@ -11,6 +11,7 @@ from tiny_policy import byte_tokenizer, tiny_model
 from transformers import GptOssForCausalLM
 
 from trl_gptoss.harmony import HarmonyVocabulary
+from trl_gptoss.rollouts.backend import SampleEnd, SamplingOptions
 from trl_gptoss.rollouts.sglang_backend import DiskWeightSync, SglangBackend
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer
 
@@ -49,12 +50,13 @@ class Server:
         if path == "/update_weights_from_disk":
             self.model = GptOssForCausalLM.from_pretrained(body["model_path"]).eval()
             return 200, {"success": True, "message": ""}
-        samples = [self.sample(p, s) for p, s in zip(body["input_ids"], body["sampling_params"], strict=True)]
+        rows = zip(body["input_ids"], body["sampling_params"], strict=True)
+        samples = [self.sample(p, s, seed) for seed, (p, s) in enumerate(rows)]
         return (200, samples) if self.spoil is None else self.spoil(samples)
 
     @torch.no_grad()
-    def sample(self, ids, params):
-        logprobs, generator = [], torch.Generator().manual_seed(sum(ids))
+    def sample(self, ids, params, seed):
+        logprobs, generator = [], torch.Generator().manual_seed(seed)
         reason = {"type": "length", "length": params["max_new_tokens"]}
         for _ in range(params["max_new_tokens"]):
             logits = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1] / params["temperature"]
@@ -76,16 +78,21 @@ def server():
 
 
 def test_ids_and_log_probs_arrive(server):
-    backend = SglangBackend(server.url, STOP, temperature=0.7, sampling_params={"top_p": 0.9, "temperature": 5.0})
+    backend = SglangBackend(server.url, STOP, sampling=SamplingOptions(temperature=0.7, top_p=0.9))
     assert backend.generate([], []) == [] and server.requests == []
     first, second = backend.generate([[1, 2, 3], [4]], [5, 3])
+    assert first.end in (SampleEnd.STOP, SampleEnd.LENGTH) and backend.sampling.temperature == 0.7
     [(path, body)] = server.requests
     assert path == "/generate" and body["input_ids"] == [[1, 2, 3], [4]] and body["return_logprob"] is True
     assert [s["max_new_tokens"] for s in body["sampling_params"]] == [5, 3]
     assert all(s["stop_token_ids"] == list(STOP) and s["temperature"] == 0.7 for s in body["sampling_params"])
     assert body["sampling_params"][0]["top_p"] == 0.9
-    for prompt, sample, limit in (([1, 2, 3], first, 5), ([4], second, 3)):
-        expected = server.sample(prompt, {**body["sampling_params"][0], "max_new_tokens": limit})
+    assert body["sampling_params"][0]["top_k"] == -1
+    backend.generate([[5]], [1], [SamplingOptions(temperature=0.5, top_k=4)])
+    [own] = server.requests.pop()[1]["sampling_params"]
+    assert (own["temperature"], own["top_k"], own["top_p"]) == (0.5, 4, 1.0)
+    for seed, (prompt, sample, limit) in enumerate((([1, 2, 3], first, 5), ([4], second, 3))):
+        expected = server.sample(prompt, {**body["sampling_params"][0], "max_new_tokens": limit}, seed)
         logprobs = expected["meta_info"]["output_token_logprobs"]
         assert sample.ids == [t for _, t, _ in logprobs] and sample.logps == [p for p, _, _ in logprobs]
 
@@ -107,7 +114,6 @@ def spoiled(change):
             spoiled(lambda m: m.update(finish_reason={"type": "stop", "matched": "END"})),
             "the token that ended the turn",
         ),
-        (spoiled(lambda m: m.update(finish_reason={"type": "abort", "message": "x"})), "aborted"),
         (spoiled(lambda m: m["output_token_logprobs"].append([0.0, 1, None])), "where 3 were allowed"),
         (lambda samples: (200, samples[:0]), "asked 1 prompts"),
         (lambda samples: (400, {"error": {"message": "too long"}}), "answered 400.*too long"),
@@ -117,6 +123,12 @@ def test_what_cannot_be_trained_on_is_an_error(server, spoil, message):
     server.spoil = spoil
     with pytest.raises(RuntimeError, match=message):
         SglangBackend(server.url, [10**6]).generate([[1, 2]], [3])
+
+
+def test_an_aborted_request_is_said_to_be_one(server):
+    server.spoil = spoiled(lambda m: m.update(finish_reason={"type": "abort", "message": "x"}))
+    [sample] = SglangBackend(server.url, [10**6]).generate([[1, 2]], [3])
+    assert sample.end is SampleEnd.ABORT and len(sample.ids) == 3
 
 
 def test_no_server_is_an_error():

@@ -24,6 +24,8 @@ OVERRIDDEN = {
     "compute_loss": "(self, model, inputs, return_outputs=False, num_items_in_batch=None)",
     "training_step": "(self, model, inputs, num_items_in_batch)",
     "log": "(self, logs: dict[str, float], start_time: float | None = None) -> None",
+    "_prepare_for_training": "(self, max_steps, train_dataloader, resume_from_checkpoint)",
+    "_save_optimizer_and_scheduler": "(self, output_dir: str) -> None",
     "_save_rng_state": "(self, output_dir: str) -> None",
     "_load_rng_state": "(self, checkpoint: str | None) -> None",
 }

@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from .backend import Sample
+from .backend import Sample, SampleEnd, SamplingOptions
 
 
 def _do_nothing() -> None:
@@ -27,9 +27,9 @@ class SglangBackend:
     Args:
         base_url (`str`): of the server, e.g. `"http://localhost:30000"`.
         stop_ids (`list[int]`): ids that end a sample.
-        temperature (`float`, *optional*, defaults to 1.0): has to be the trainer's: SGLang reports the log-probs of the
-            distribution it sampled from, with this temperature in it, and the trainer compares with its own.
-        sampling_params (`dict`, *optional*): further parameters of SGLang's sampling (`top_p`, `top_k`, `min_p`, ...).
+        sampling ([`SamplingOptions`], *optional*): for rows that bring none of their own. Its temperature has to be the
+            trainer's: SGLang reports the log-probs of the distribution it sampled from, with this temperature in it, and
+            the trainer compares with its own. A seed is not passed on.
         timeout (`float`, *optional*, defaults to 3600.0): seconds for one batch.
         sync_weights (`Callable[[], None]`, *optional*): called before each generation, on every rank; brings the current
             weights to the server if they have changed, e.g. [`DiskWeightSync`].
@@ -42,8 +42,7 @@ class SglangBackend:
         base_url: str,
         stop_ids: list[int],
         *,
-        temperature: float = 1.0,
-        sampling_params: dict[str, Any] | None = None,
+        sampling: SamplingOptions | None = None,
         timeout: float = 3600.0,
         sync_weights: Callable[[], None] = _do_nothing,
     ) -> None:
@@ -53,13 +52,7 @@ class SglangBackend:
         self.stop_ids = list(stop_ids)
         self.timeout = timeout
         self.sync_weights = sync_weights
-        self.sampling_params = {
-            **(sampling_params or {}),
-            "temperature": temperature,
-            "stop_token_ids": self.stop_ids,
-            "skip_special_tokens": False,
-            "no_stop_trim": True,
-        }
+        self.sampling = sampling or SamplingOptions()
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """One request of the server's native interface.
@@ -79,7 +72,9 @@ class SglangBackend:
         except (OSError, json.JSONDecodeError) as error:
             raise RuntimeError(f"SGLang at {self.base_url}{path} gave no answer: {error}") from error
 
-    def generate(self, prompts: list[list[int]], max_new_tokens: list[int]) -> list[Sample]:
+    def generate(
+        self, prompts: list[list[int]], max_new_tokens: list[int], sampling: list[SamplingOptions] | None = None
+    ) -> list[Sample]:
         """See [`GenerationBackend.generate`].
 
         Raises:
@@ -88,17 +83,25 @@ class SglangBackend:
         self.sync_weights()
         if not prompts:
             return []
-        answers = self.post(
-            "/generate",
-            {
-                "input_ids": prompts,
-                "sampling_params": [{**self.sampling_params, "max_new_tokens": n} for n in max_new_tokens],
-                "return_logprob": True,
-            },
-        )
+        options = sampling if sampling else [self.sampling] * len(prompts)
+        params = [self._params(each, limit) for each, limit in zip(options, max_new_tokens, strict=True)]
+        answers = self.post("/generate", {"input_ids": prompts, "sampling_params": params, "return_logprob": True})
         if not isinstance(answers, list) or len(answers) != len(prompts):
             raise RuntimeError(f"SGLang was asked {len(prompts)} prompts and answered {str(answers)[:200]!r}.")
         return [self._sample(answer, limit) for answer, limit in zip(answers, max_new_tokens)]
+
+    def _params(self, options: SamplingOptions, limit: int) -> dict[str, Any]:
+        return {
+            "max_new_tokens": limit,
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            "top_k": options.top_k or -1,  # SGLang's word for all
+            "min_p": options.min_p,
+            "repetition_penalty": options.repetition_penalty,
+            "stop_token_ids": self.stop_ids,
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+        }
 
     def _sample(self, answer: dict[str, Any], limit: int) -> Sample:
         info = answer["meta_info"]
@@ -108,7 +111,7 @@ class SglangBackend:
         logps = [float(logp) for logp, *_ in info["output_token_logprobs"]]
         reason = info["finish_reason"]["type"]
         if reason == "abort":
-            raise RuntimeError(f"SGLang aborted a request: {info['finish_reason']}.")
+            return Sample(ids=ids, logps=logps, end=SampleEnd.ABORT)
         if len(ids) > limit:
             raise RuntimeError(f"SGLang sampled {len(ids)} tokens where {limit} were allowed.")
         if reason == "stop" and (not ids or ids[-1] not in self.stop_ids):
@@ -116,7 +119,7 @@ class SglangBackend:
                 f"SGLang stopped for {info['finish_reason']} and the last of its {len(ids)} ids is none of {self.stop_ids}: "
                 "the token that ended the turn is missing, and its log-prob with it, or another one ended it."
             )
-        return Sample(ids=ids, logps=logps)
+        return Sample(ids=ids, logps=logps, end=SampleEnd.STOP if reason == "stop" else SampleEnd.LENGTH)
 
 
 class DiskWeightSync:
