@@ -67,6 +67,8 @@ class BuildPyWithKernels(build_py):
             return
         target = Path(self.build_lib) / INSIDE
         shutil.rmtree(target, ignore_errors=True)
+        target.joinpath("sink_fa3").mkdir(parents=True)
+        shutil.copyfile(PROJECT / "build.toml", target / "sink_fa3" / "build.toml")
         for part in ("csrc", "torch-ext"):
             shutil.copytree(
                 PROJECT / part, target / "sink_fa3" / part, ignore=shutil.ignore_patterns("*.py[co]", "__pycache__")

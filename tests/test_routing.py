@@ -124,6 +124,7 @@ def test_router_dtype_and_ties() -> None:
         (torch.zeros(2, 14, 3), "integer"),
         (torch.full((2, 14, 3), 8), "has 8 experts"),
         (torch.zeros(2, 13, 3, dtype=torch.long), "one row per token"),
+        (torch.tensor([0, -1, 1]).expand(2, 14, 3), "mix recorded experts and -1"),
     ],
 )
 def test_bad_indices(ids: torch.Tensor, indices: torch.Tensor, message: str) -> None:
@@ -137,5 +138,7 @@ def test_errors() -> None:
         set_router_options(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="router_dtype"):
         set_router_options(tiny_model(), router_dtype="double")
+    with pytest.raises(ValueError, match="floating"):
+        set_router_options(tiny_model(), router_dtype=torch.int8)
     with capture_routing(tiny_model()) as record, pytest.raises(RuntimeError, match="No routing"):
         record.indices()

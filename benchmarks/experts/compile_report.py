@@ -8,6 +8,7 @@ instruction, UTMALDG/UTMASTG its bulk tensor copies, LDGSTS asynchronous copies.
 """
 
 import argparse
+import multiprocessing
 import re
 import subprocess
 import tempfile
@@ -21,12 +22,14 @@ from triton.runtime import driver
 
 from trl_gptoss.experts import (
     cuda_path,
+    kernels_decode,
     kernels_gate,
     kernels_gemm,
     kernels_route,
     kernels_rowwise,
     kernels_wgrad,
     tiles,
+    tune,
     tuning,
 )
 from trl_gptoss.experts.params import Activation, ExpertParams, Needs
@@ -99,12 +102,29 @@ def run(experts: int, tokens: int, hidden: int, rank: int) -> None:
     cuda_path.backward(x, x, index, weight, params, activation, saved, needs)
 
 
+def compile_task(task: tuple[int, int, int, str | None]) -> None:
+    """One layer, or the candidates of one kernel."""
+    experts, tokens, rank, kernel = task
+    if kernel is None:
+        run(experts, tokens, 2880, rank)
+        return
+    for name, launch in tune.launches(experts, 2880, 2880, 4, tokens, torch.device("meta")):
+        if name == kernel:
+            for config in tuning.candidates(kernel, tuning.bucket(tokens * 4, experts)):
+                try:
+                    launch(config)
+                except RuntimeError as error:  # a pass of Triton's failed; the tuner skips it too
+                    print(f"{kernel} {config}: {error}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, default=90)
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--tokens", type=int, nargs="*", default=[8, 64, 512, 2048, 8192, 32768])
     parser.add_argument("--rank", type=int, default=0, help="rank of an adapter, a power of two of at least 16")
+    parser.add_argument("--candidates", action="store_true", help="also everything that tune_experts would try")
+    parser.add_argument("--jobs", type=int, default=1, help="processes; more than one fills Triton's cache faster")
     args = parser.parse_args()
     driver.set_active(NoDevice(args.arch))
     table = TABLES["NVIDIA H200"] if args.arch == 90 else {}
@@ -112,11 +132,18 @@ def main() -> None:
     tuning._table = lambda index: (configs, args.arch >= 90)
     tiles.processors = lambda device: 132
     tiles.can_describe = lambda matrix: args.arch >= 90
-    for module in (kernels_gate, kernels_gemm, kernels_route, kernels_rowwise, kernels_wgrad):
+    for module in (kernels_decode, kernels_gate, kernels_gemm, kernels_route, kernels_rowwise, kernels_wgrad):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             setattr(module, name, Compiled(getattr(module, name)))
-    for tokens in args.tokens:
-        run(args.experts, tokens, 2880, args.rank)
+    tasks = [(args.experts, tokens, args.rank, None) for tokens in args.tokens]
+    if args.candidates:
+        tasks += [(args.experts, tokens, 0, kernel) for tokens in args.tokens for kernel in tuning.KERNELS]
+    if args.jobs == 1:
+        for task in tasks:
+            compile_task(task)
+    else:
+        with multiprocessing.get_context("fork").Pool(args.jobs) as pool:  # keeps the stand-ins of this process
+            pool.map(compile_task, tasks, chunksize=1)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,16 @@ transformers. It downloads nothing and touches no GPU; everything heavy is impor
 """
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from . import attention as _attention
 from . import experts as _experts
 
-__version__ = "0.1.0.dev0"
+try:
+    __version__ = importlib.metadata.version("trl-gptoss")
+except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+    __version__ = "0+unknown"
 
 _attention.register()
 _experts.register()
@@ -18,6 +22,8 @@ _experts.register()
 _LAZY = {
     "GptOssGRPOConfig": "trainers",
     "GptOssGRPOTrainer": "trainers",
+    "GptOssPPOConfig": "trainers",
+    "GptOssPPOTrainer": "trainers",
     "Trajectory": "trajectory",
     "Turn": "trajectory",
     "StopReason": "trajectory",
@@ -31,6 +37,7 @@ _LAZY = {
     "RolloutCorrection": "correction",
     "sink_attention": "attention",
     "fused_elementwise": "experts",
+    "merge_and_push": "hub",
     "save_pretrained_mxfp4": "hub",
 }
 
@@ -41,9 +48,9 @@ if TYPE_CHECKING:
     from .correction import RolloutCorrection, rollout_correction
     from .environments import Environment, OpenEnvEnvironment, PythonTool, ToolOutput
     from .experts import fused_elementwise
-    from .hub import save_pretrained_mxfp4
+    from .hub import merge_and_push, save_pretrained_mxfp4
     from .rewards import format_reward, math_reward
-    from .trainers import GptOssGRPOConfig, GptOssGRPOTrainer
+    from .trainers import GptOssGRPOConfig, GptOssGRPOTrainer, GptOssPPOConfig, GptOssPPOTrainer
     from .trajectory import StopReason, Trajectory, Turn
 
 

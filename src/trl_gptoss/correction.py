@@ -125,7 +125,7 @@ def rollout_correction(
         `ValueError`: shapes or dtypes do not fit, or a limit is out of its range.
     """
     _check_tensors(trainer_logps, sampling_logps, mask, channels, channel_names)
-    _check_options(level, mode, low, high, veto, token_cap, clamp)
+    check_options(level=level, mode=mode, low=low, high=high, veto=veto, token_cap=token_cap, clamp=clamp)
     mask = mask.bool()
     trainer, sampling = trainer_logps.detach().double(), sampling_logps.detach().double()
     trusted = mask & sampling.isfinite() & ~trainer.isnan() & (trainer != math.inf)
@@ -393,15 +393,17 @@ def _check_tensors(
         raise ValueError(f"`channels` must hold integer ids, got {channels.dtype}.")
 
 
-def _check_options(
+def check_options(
+    *,
     level: str,
     mode: str,
-    low: float | None,
-    high: float | None,
-    veto: float | None,
-    token_cap: float | None,
-    clamp: float,
+    low: float | None = None,
+    high: float | None = None,
+    veto: float | None = None,
+    token_cap: float | None = None,
+    clamp: float = 20.0,
 ) -> None:
+    """Raise `ValueError` unless `rollout_correction` takes these keyword arguments."""
     for name, value, allowed in (("level", level, get_args(Level)), ("mode", mode, get_args(Mode))):
         if value not in allowed:
             raise ValueError(f"{name}={value!r} is unknown, choose one of {', '.join(allowed)}.")

@@ -26,12 +26,23 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 
 
 @dataclass(kw_only=True, slots=True)
+class _Capture:
+    every_forward: bool
+    forwards: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, indices: torch.Tensor) -> None:
+        if not self.every_forward:
+            self.forwards.clear()
+        self.forwards.append(indices)
+
+
+@dataclass(kw_only=True, slots=True)
 class _RouterState:
     dtype: torch.dtype | None = None
     deterministic: bool = False
     replay: torch.Tensor | None = None
-    captured: list[torch.Tensor] = field(default_factory=list)
-    capturing: bool = False
+    captures: list["_Capture"] = field(default_factory=list)  # the innermost context last
+    differences: list[torch.Tensor] = field(default_factory=list)
 
 
 _STATES: WeakKeyDictionary[nn.Module, _RouterState] = WeakKeyDictionary()
@@ -74,16 +85,18 @@ def _hook(
     elif recompute:
         indices = logits.topk(router.top_k, dim=-1).indices
     if state.replay is not None:
-        indices = _replayed(state.replay, indices, router)
+        indices = _replayed(state, indices, router)
     if recompute or state.deterministic or state.replay is not None:
         scores = functional.softmax(logits.gather(1, indices), dim=1, dtype=logits.dtype)
-    if state.capturing:
-        small = torch.uint8 if router.num_experts <= 256 else torch.int32
-        state.captured = [indices.detach().to(small)]
+    if state.captures:
+        taken = indices.detach().to(torch.uint8 if router.num_experts <= 256 else torch.int32)
+        for capture in state.captures:
+            capture.add(taken)
     return logits, scores, indices
 
 
-def _replayed(replay: torch.Tensor, own: torch.Tensor, router: GptOssTopKRouter) -> torch.Tensor:
+def _replayed(state: _RouterState, own: torch.Tensor, router: GptOssTopKRouter) -> torch.Tensor:
+    replay = state.replay
     if replay.shape != own.shape:
         raise ValueError(
             f"replay_routing got indices of shape {tuple(replay.shape)} per layer, but this forward routes "
@@ -91,7 +104,11 @@ def _replayed(replay: torch.Tensor, own: torch.Tensor, router: GptOssTopKRouter)
             "order (batch times sequence, padding included), with rows of -1 where nothing was recorded."
         )
     replay = replay.to(own.device, torch.long)
-    return torch.where(replay[:, :1] < 0, own, replay)
+    recorded = replay[:, :1] >= 0
+    with torch.no_grad():
+        differs = (replay.sort(dim=1).values != own.sort(dim=1).values).any(dim=1, keepdim=True) & recorded
+        state.differences.append(torch.stack([differs.sum(), recorded.sum()]))
+    return torch.where(recorded, replay, own)
 
 
 def _states(model: nn.Module) -> list[_RouterState]:
@@ -122,6 +139,8 @@ def set_router_options(
         if router_dtype not in named:
             raise ValueError(f"router_dtype is {router_dtype!r}; expected one of {sorted(named)}, or None.")
         router_dtype = named[router_dtype]
+    elif router_dtype is not None and not (isinstance(router_dtype, torch.dtype) and router_dtype.is_floating_point):
+        raise ValueError(f"router_dtype is {router_dtype!r}; expected a floating torch.dtype, its name, or None.")
     for state in _states(model):
         state.dtype, state.deterministic = router_dtype, deterministic_top_k
 
@@ -129,31 +148,59 @@ def set_router_options(
 class RoutingRecord:
     """What `capture_routing` yields."""
 
-    def __init__(self, states: list[_RouterState]) -> None:
-        self._states = states
+    def __init__(self, captures: list[_Capture]) -> None:
+        self._captures = captures
 
     def indices(self) -> torch.Tensor:
         """Chosen experts of the last forward, `(L, T, k)`, uint8 (int32 beyond 256 experts), on the model's device."""
-        if not all(state.captured for state in self._states):
+        return self._of_forward(-1)
+
+    def forwards(self) -> list[torch.Tensor]:
+        """The same for every forward, in order, if `capture_routing(model, every_forward=True)` kept them."""
+        return [self._of_forward(number) for number in range(len(self._captures[0].forwards))]
+
+    def _of_forward(self, number: int) -> torch.Tensor:
+        if not all(capture.forwards for capture in self._captures):
             raise RuntimeError("No routing was captured: run the model inside `with capture_routing(model)`.")
-        return torch.stack([state.captured[0].to(self._states[0].captured[0].device) for state in self._states])
+        layers = [capture.forwards[number] for capture in self._captures]
+        return torch.stack([layer.to(layers[0].device) for layer in layers])
 
 
 @contextmanager
-def capture_routing(model: nn.Module) -> Iterator[RoutingRecord]:
-    """Record the chosen experts of the last forward in this context; earlier forwards are overwritten."""
+def capture_routing(model: nn.Module, *, every_forward: bool = False) -> Iterator[RoutingRecord]:
+    """Record the chosen experts in this context.
+
+    Args:
+        model (`torch.nn.Module`): A model with GPT-OSS routers.
+        every_forward (`bool`, *optional*, defaults to `False`): Keep all forwards (of a generation, for example) and
+            not only the last one.
+    """
     states = _states(model)
-    for state in states:
-        state.captured, state.capturing = [], True
+    captures = [_Capture(every_forward=every_forward) for _ in states]
+    for state, capture in zip(states, captures):
+        state.captures.append(capture)
     try:
-        yield RoutingRecord(states)
+        yield RoutingRecord(captures)
     finally:
-        for state in states:
-            state.capturing = False
+        for state, capture in zip(states, captures):
+            state.captures = [c for c in state.captures if c is not capture]
+
+
+class ReplayRecord:
+    """What `replay_routing` yields."""
+
+    def __init__(self, states: list[_RouterState]) -> None:
+        self._states = states
+
+    def differences(self) -> torch.Tensor:
+        """`(2,)` int64: choices (of a token in a layer) in which the router alone would have taken other experts, and
+        all replayed choices."""
+        counts = [count.cpu() for state in self._states for count in state.differences]
+        return torch.stack(counts).sum(0) if counts else torch.zeros(2, dtype=torch.long)
 
 
 @contextmanager
-def replay_routing(model: nn.Module, indices: torch.Tensor) -> Iterator[None]:
+def replay_routing(model: nn.Module, indices: torch.Tensor) -> Iterator[ReplayRecord]:
     """Use recorded experts instead of the router's choice.
 
     Scores are the softmax of the model's own logits at the recorded experts. Stay inside the context until backward is
@@ -173,11 +220,17 @@ def replay_routing(model: nn.Module, indices: torch.Tensor) -> Iterator[None]:
     experts = next(m.num_experts for m in model.modules() if isinstance(m, GptOssTopKRouter))
     if indices.numel() and int(indices.max()) >= experts:
         raise ValueError(f"replay_routing got expert {int(indices.max())}; the model has {experts} experts.")
-    before = [state.replay for state in states]
+    recorded = indices[indices[..., 0] >= 0]
+    if recorded.numel() and int(recorded.min()) < 0:
+        raise ValueError(
+            "replay_routing got rows that mix recorded experts and -1. A row holds the top_k experts of one token, or "
+            "starts with -1 where the router shall choose."
+        )
+    before = [(state.replay, state.differences) for state in states]
     for state, layer in zip(states, indices, strict=True):
-        state.replay = layer
+        state.replay, state.differences = layer, []
     try:
-        yield
+        yield ReplayRecord(states)
     finally:
-        for state, previous in zip(states, before, strict=True):
-            state.replay = previous
+        for state, (replay, differences) in zip(states, before, strict=True):
+            state.replay, state.differences = replay, differences

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
+
 
 class StopReason(StrEnum):
     """Why a rollout ended."""
@@ -22,6 +24,7 @@ class StopReason(StrEnum):
     TRUNCATED = "truncated"  # the policy was cut off: the token budget ran out in the middle of a turn
     MAX_TURNS = "max_turns"  # the turn budget ran out with a tool call still pending
     MAX_TOKENS = "max_tokens"  # the observation did not fit into the token budget any more
+    MAX_SECONDS = "max_seconds"  # the wall-clock budget ran out
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,6 +59,8 @@ class Turn:
         `recipient`, `content_type`.
     tool_results (`list[ToolResult]`): results in the order of the calls.
     anomalies (`list[str]`): what the parser had to repair or drop.
+    routing (`np.ndarray` or `None`): (n, L, k) uint8, the experts that the sampler used at the positions that this turn
+        added to those of the turns before; the last sampled id has none yet.
     """
 
     policy_ids: list[int]
@@ -64,6 +69,7 @@ class Turn:
     messages: list[dict[str, Any]] = field(default_factory=list)
     tool_results: list[ToolResult] = field(default_factory=list)
     anomalies: list[str] = field(default_factory=list)
+    routing: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,6 +103,13 @@ class Trajectory:
         if any(turn.sampling_logps is None for turn in self.turns):
             return None
         return [p for turn in self.turns for p in (*turn.sampling_logps, *[0.0] * len(turn.observation_ids))]
+
+    @property
+    def routing(self) -> np.ndarray | None:
+        """(prompt + completion - 1, L, k) uint8 experts of all ids but the last, or `None` if a turn has none."""
+        if not self.turns or any(turn.routing is None for turn in self.turns):
+            return None
+        return np.concatenate([turn.routing for turn in self.turns])
 
     @property
     def anomalies(self) -> list[str]:

@@ -68,7 +68,8 @@ def compare(inputs, tolerance: float) -> None:
     needs = Needs(*[True] * 6, *[adapted] * 4)
     wide = ExpertParams(*(t if t is None else t.double() for t in params))
     out, saved = cuda_path.forward(x, index, weight, params, activation, keep=True)
-    torch.testing.assert_close(out, cuda_path.forward(x, index, weight, params, activation, keep=False)[0])
+    evaluated = cuda_path.forward(x, index, weight, params, activation, keep=False)[0]
+    torch.testing.assert_close(out, evaluated, rtol=1e-5, atol=1e-5)
     expected, kept = torch_path.forward(x.double(), index, weight.double(), wide, activation, keep=True)
     found = cuda_path.backward(grad, x, index, weight, params, activation, saved, needs)
     oracle = torch_path.backward(grad.double(), x.double(), index, weight.double(), wide, activation, kept, needs)
@@ -139,6 +140,44 @@ def test_tensor_descriptors(monkeypatch: pytest.MonkeyPatch, store: bool) -> Non
     config = TileConfig(64 if GPU else 16, 32, 16, 4, 2, 2, 1, tma=True, tma_store=store, presort=store)
     monkeypatch.setattr(cuda_path, "tile_config", lambda *arguments: config)
     compare(case(37, 2, 3, 64, 48, 0, "foreign"), 2e-5)
+    compare(case(60, 2, 3, 64, 48), 2e-5)  # whole row tiles, which are stored through the descriptor
+
+
+@runnable
+def test_sorted_copies_in_slices_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trl_gptoss.experts import cuda_path
+    from trl_gptoss.experts.tuning import TileConfig
+
+    config = TileConfig(16, 32, 16, 4, 2, 2, 1, presort=True)
+    monkeypatch.setattr(cuda_path, "tile_config", lambda *arguments: config)
+    monkeypatch.setattr(cuda_path, "_SLICE", 20 * 64 * 4)  # 20 rows
+    inputs = case(37, 2, 3, 64, 48, 16, "foreign")
+    compare(inputs, 2e-5)
+    from trl_gptoss.experts.params import Activation, Needs
+
+    x, index, weight, params, grad = inputs
+    activation, needs = Activation(*ACTIVATION), Needs(True, *[False] * 9)
+    found = []
+    for slice_bytes in (20 * 64 * 4, 2**30):
+        monkeypatch.setattr(cuda_path, "_SLICE", slice_bytes)
+        _, saved = cuda_path.forward(x, index, weight, params, activation, keep=True)
+        found.append(cuda_path.backward(grad, x, index, weight, params, activation, saved, needs).x)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+@runnable
+@pytest.mark.parametrize(("spread", "tokens", "top_k"), [("random", 1, 4), ("foreign", 2, 4), ("one", 3, 2)])
+def test_few_assignments(spread: str, tokens: int, top_k: int) -> None:
+    from trl_gptoss.experts import cuda_path, torch_path
+    from trl_gptoss.experts.params import Activation, ExpertParams
+
+    for hidden, intermediate in ((64, 64), (40, 24)):
+        x, index, weight, params, _ = case(tokens, top_k, 5, hidden, intermediate, spread=spread)
+        assert index.numel() <= cuda_path.MAX_ASSIGNMENTS
+        ours = cuda_path.forward(x, index, weight, params, Activation(*ACTIVATION), keep=False)[0]
+        wide = ExpertParams(*(t if t is None else t.double() for t in params))
+        theirs = torch_path.forward(x.double(), index, weight.double(), wide, Activation(*ACTIVATION), keep=False)[0]
+        assert (ours.double() - theirs).norm() <= 2e-6 * theirs.norm()
 
 
 @runnable

@@ -7,7 +7,15 @@ import torch
 
 from trl_gptoss.experts import tuning
 from trl_gptoss.experts.tables import TABLES
-from trl_gptoss.experts.tuning import KERNELS, TileConfig, bucket, candidates, default_config
+from trl_gptoss.experts.tuning import (
+    KERNELS,
+    PRESORTED,
+    STORED_BY_TMA,
+    TileConfig,
+    bucket,
+    candidates,
+    default_config,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +46,9 @@ def test_shipped_entries_are_launchable(gpu: str) -> None:
             assert rows == 2 ** (rows.bit_length() - 1)
             assert all(size >= 16 and size & (size - 1) == 0 for size in (config.bm, config.bn, config.bk))
             assert shared_bytes(kernel, config) <= 227 * 1024
-            assert not config.presort or kernel == "up_eval"
-            assert not config.tma_store or kernel.startswith("wgrad")
+            assert not config.presort or kernel in PRESORTED
+            assert not config.tma_store or kernel in STORED_BY_TMA
+            assert not (config.flatten and config.tma_store) or kernel.startswith("wgrad")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -26,6 +26,13 @@ def test_values(rollout, value):
     assert format_reward(completions=["x"], trajectories=[rollout], prompts=["p"]) == [value]
 
 
-def test_needs_trajectories():
-    with pytest.raises(ValueError, match="GptOssGRPOTrainer"):
-        format_reward(completions=["x"])
+def test_without_harmony_the_completion_has_to_end_with_an_answer():
+    answer, call = {"role": "assistant", "content": "42"}, {"role": "assistant", "content": "", "tool_calls": [{}]}
+    result = {"role": "tool", "content": "42"}
+    completions = ["42", " ", [call, result, answer], [call, result], [call], [answer, result], []]
+    assert format_reward(completions=completions) == [0.0, -1.0, 0.0, -1.0, -1.0, -1.0, -1.0]
+
+
+def test_needs_rollouts():
+    with pytest.raises(ValueError, match="completions"):
+        format_reward()

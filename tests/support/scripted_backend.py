@@ -7,7 +7,7 @@ from collections.abc import Callable
 from transformers import PreTrainedTokenizerBase
 
 from trl_gptoss.harmony import HarmonyVocabulary
-from trl_gptoss.rollouts import Sample
+from trl_gptoss.rollouts import Sample, SamplingOptions
 
 
 class ScriptedBackend:
@@ -22,9 +22,12 @@ class ScriptedBackend:
         self.script = script
         self.rng = random.Random(seed)
         self.collective = collective
+        self.sampling = SamplingOptions()
         self.calls: list[list[tuple[tuple[int, ...], int, tuple[int, ...]]]] = []
 
-    def generate(self, prompts: list[list[int]], max_new_tokens: list[int]) -> list[Sample]:
+    def generate(
+        self, prompts: list[list[int]], max_new_tokens: list[int], sampling: list[SamplingOptions] | None = None
+    ) -> list[Sample]:
         samples = [Sample(ids=self.script(p, self.rng)[:n]) for p, n in zip(prompts, max_new_tokens, strict=True)]
         self.calls.append([(tuple(p), n, tuple(s.ids)) for p, n, s in zip(prompts, max_new_tokens, samples)])
         return samples

@@ -40,7 +40,13 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, **overrides) -> GptOssForCausalLM:
+def tiny_model(
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    attn_implementation: str | None = None,
+    experts_implementation: str = "grouped_mm",
+    **overrides,
+) -> GptOssForCausalLM:
     """Sinks, sliding and full layers, GQA, experts and YaRN, everything as small as it gets."""
     torch.manual_seed(seed)
     config = GptOssConfig(
@@ -73,4 +79,6 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, **overrides) -
             **overrides,
         }
     )
-    return GptOssForCausalLM._from_config(config, dtype=dtype, experts_implementation="grouped_mm")
+    return GptOssForCausalLM._from_config(
+        config, dtype=dtype, attn_implementation=attn_implementation, experts_implementation=experts_implementation
+    )

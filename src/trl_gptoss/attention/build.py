@@ -152,12 +152,24 @@ def find_nvcc() -> Path:
             "nvcc was not found in CUDA_HOME, PATH or /usr/local/cuda. Install the CUDA toolkit >= 12.4 to build the Hopper "
             "kernels; without them sink_fa3 uses flash-attn-4 or torch's FlashAttention-2."
         )
+    version = nvcc_version(nvcc)
+    if version < MIN_NVCC:
+        found, needed = (".".join(map(str, v)) for v in (version, MIN_NVCC))
+        raise BuildError(f"{nvcc} is release {found}; the Hopper kernels need nvcc >= {needed}.")
+    return nvcc
+
+
+def nvcc_version(nvcc: Path) -> tuple[int, int]:
+    """Major and minor version.
+
+    Raises:
+        `BuildError`: It says something else than a release.
+    """
     said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     version = re.search(r"release (\d+)\.(\d+)", said)
-    if version is None or tuple(map(int, version.groups())) < MIN_NVCC:
-        found = version.group(0) if version else said.strip()[:80]
-        raise BuildError(f"{nvcc} is {found}; the Hopper kernels need nvcc >= {'.'.join(map(str, MIN_NVCC))}.")
-    return nvcc
+    if version is None:
+        raise BuildError(f"{nvcc} --version names no release: {said.strip()[:80]}")
+    return int(version[1]), int(version[2])
 
 
 def find_source() -> Path:

@@ -4,7 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from .build import LIBRARY, BuildError, build_kernels
+from .build import LIBRARY, BuildError, build_kernels, find_nvcc, find_source, nvcc_version
+from .kernels_layout import write_kernels_folder
+from .loading import HUB_REPO
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,6 +14,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         help=f"file to write, or folder to write {LIBRARY} into (default: where this installation looks for it)",
+    )
+    parser.add_argument(
+        "--kernels-layout",
+        type=Path,
+        metavar="FOLDER",
+        help="also write FOLDER/build/<variant>/, which get_local_kernel and LOCAL_KERNELS of the `kernels` package load",
     )
     parser.add_argument("--jobs", type=int, help="compilers at a time (default: the number of CPU cores)")
 
@@ -25,6 +33,9 @@ def run(args: argparse.Namespace) -> int:
     except BuildError as error:
         print(f"trl-gptoss build-kernels: {error}", file=sys.stderr)
         return 1
+    if args.kernels_layout is not None:
+        variant = write_kernels_folder(library, find_source(), args.kernels_layout, nvcc_version(find_nvcc()))
+        print(f'wrote {variant}; use it with LOCAL_KERNELS="{HUB_REPO}={args.kernels_layout}"')
     if args.output is not None:
         print(f"use it with TRL_GPTOSS_KERNELS={library}")
     return 0

@@ -3,11 +3,23 @@
 Shape suffixes: B rows, S queries, L keys, H heads, D head_dim; transformers passes (B, H, S, D).
 """
 
+from typing import Protocol
+
 import torch
 
 from . import varlen
 from .mask import row_ranges
 from .ops import attend
+
+
+class HeadExchange(Protocol):
+    """Sequence parallelism: trades shares of the tokens for shares of the heads, and back. See `parallelism.ulysses`."""
+
+    def to_heads(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]: ...
+
+    def to_tokens(self, out: torch.Tensor) -> torch.Tensor: ...
 
 
 def sink_attention_forward(
@@ -28,6 +40,7 @@ def sink_attention_forward(
     is_causal: bool | None = None,
     softcap: float | None = None,
     output_attentions: bool | None = None,
+    head_exchange: HeadExchange | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """Attention for one layer, in the signature of transformers' attention functions.
@@ -51,12 +64,21 @@ def sink_attention_forward(
         is_causal (`bool`, *optional*): Overrides `module.is_causal`.
         softcap (`float`, *optional*): Must be None.
         output_attentions (`bool`, *optional*): Must not be True.
+        head_exchange (`HeadExchange`, *optional*): The tokens are a share of a sequence that several ranks hold together;
+            the cumulative lengths, which are needed then, are those of the whole.
 
     Returns:
         `tuple`: Output (B, S, H, D) in the dtype that query, key and value share after autocast, and None.
     """
     _refuse(dropout, softcap, output_attentions, query, value)
     query, key, value = one_dtype(query, key, value)
+    if head_exchange is not None:
+        if cu_seq_lens_q is None or attention_mask is not None:
+            raise ValueError(
+                "sink_fa3 got a head_exchange without cu_seq_lens_q or with an attention_mask. Sequence parallelism works on "
+                "packed batches with the cumulative lengths of the whole sequence."
+            )
+        query, key, value, s_aux = head_exchange.to_heads(query, key, value, s_aux)
     batch, _, q_length, _ = query.shape
     lengths = _lengths(
         batch, q_length, key.shape[2], query.device, attention_mask, position_ids,
@@ -74,7 +96,8 @@ def sink_attention_forward(
         scale=scaling,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    return out.view(batch, q_length, *out.shape[1:]), None
+    out = out.view(batch, q_length, *out.shape[1:])
+    return out if head_exchange is None else head_exchange.to_tokens(out), None
 
 
 def one_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -4,12 +4,15 @@ Shape legend: T tokens, k = top_k, M = T * k assignments, H hidden, I intermedia
 
 Memory at the widest point, in rows of M: forward 2I (kept for backward) + I + one block of columns of H; backward
 2I + I + one block of columns of H, the gradients of the two products overwriting their inputs. Inputs are gathered
-inside the products; only weight gradients, whose contraction runs over the rows, and evaluation with few rows per
-expert read a sorted copy.
+inside the products, or from sorted copies where that is faster: slices of rows (`presort`), blocks of columns for the
+gradient of the first weight, and all of `grad` when `down` is trained, where one copy serves two products.
 """
+
+from typing import Any
 
 import torch
 
+from .kernels_decode import MAX_ASSIGNMENTS, decode
 from .kernels_gate import gate_backward
 from .kernels_gemm import grouped_gemm
 from .kernels_route import sort_by_expert
@@ -17,12 +20,14 @@ from .kernels_rowwise import combine, gather_rows, router_gradient, sum_tiles
 from .kernels_wgrad import grouped_wgrad
 from .params import Activation, ExpertParams, Gradients, Needs, Saved
 from .tiles import PAD, padded_rows
-from .tuning import low_rank_config, low_rank_wgrad_config, tile_config
+from .tuning import TileConfig, cdiv, low_rank_config, low_rank_wgrad_config, tile_config
 
 # Rows of the second product wait in a buffer until the k rows of a token are summed. Wide inputs do it in blocks of
 # columns so that the buffer stays below a third of its full size; small ones in one launch.
 _COLUMN_BLOCK = 1024
 _SMALL_BUFFER = 64 * 2**20
+# Bytes of one sorted slice of `presort`: no more than the buffer of the second product at 32768 tokens.
+_SLICE = 256 * 2**20
 
 
 def _column_blocks(rows: int, width: int, like: torch.Tensor) -> list[tuple[int, int]]:
@@ -42,6 +47,50 @@ def _low_rank(rows, factor, order, offsets, top_k, *, gather=False, transpose=Fa
     return out
 
 
+def gathered_product(
+    source: torch.Tensor,
+    b: torch.Tensor,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    config: TileConfig,
+    *,
+    top_k: int,
+    out: torch.Tensor | None = None,
+    gated: torch.Tensor | None = None,
+    low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
+    **options: Any,
+) -> None:
+    """Rows of `source` (T, K) of every sorted assignment times their expert's matrix.
+
+    With `config.presort` the rows are copied in order first, a slice at a time, and the product reads them by TMA.
+    Further `options` are those of `grouped_gemm`.
+    """
+    M = order.numel()
+    if not config.presort:
+        options |= {"out": out, "gated": gated, "low_rank": low_rank, "top_k": top_k}
+        grouped_gemm(source, b, offsets, config, order=order, gather=True, **options)
+        return
+    slices = cdiv(M * source.shape[1] * source.element_size(), _SLICE)
+    step = M if slices == 1 else cdiv(M, 64 * slices) * 64  # aligned, and a tile never crosses without need
+    copy = source.new_empty(step, source.shape[1])
+    for begin in range(0, M, step):
+        part = slice(begin, min(begin + step, M))
+        own = offsets if step == M else offsets.clamp(part.start, part.stop).sub_(begin)
+        rows = copy[: part.stop - begin]
+        gather_rows(source, order[part], own, top_k, out=rows, padded=False)
+        grouped_gemm(
+            rows,
+            b,
+            own,
+            config,
+            top_k=top_k,
+            out=None if out is None else out[part],
+            gated=None if gated is None else gated[part],
+            low_rank=None if low_rank is None else (low_rank[0][part], low_rank[1]),
+            **options,
+        )
+
+
 def first_product(
     x: torch.Tensor,
     index: torch.Tensor,
@@ -59,25 +108,20 @@ def first_product(
     if params.lora_up_in is not None:
         low = _low_rank(x, params.lora_up_in, order, offsets, top_k, gather=True), params.lora_up_out
     config = tile_config("up" if keep else "up_eval", M, experts, x)
-    rows = x
-    if config.presort:
-        rows = x.new_empty(M, x.shape[1])
-        gather_rows(x, order, offsets, top_k, out=rows, padded=False)
     gate_up = x.new_empty(M, width) if keep else None
-    grouped_gemm(
-        rows,
+    gathered_product(
+        x,
         params.gate_up,
+        order,
         offsets,
         config,
         top_k=top_k,
         out=gate_up,
-        order=order,
-        gather=not config.presort,
-        bias=params.gate_up_bias,
         gated=hidden,
+        low_rank=low,
+        bias=params.gate_up_bias,
         alpha=activation.alpha,
         limit=activation.limit,
-        low_rank=low,
     )
     return Saved(x.new_empty(0) if gate_up is None else gate_up, order, offsets)
 
@@ -94,6 +138,10 @@ def forward(
     """Output (T, H) and, with `keep`, what backward needs."""
     top_k, experts = index.shape[1], params.gate_up.shape[0]
     M, width = index.numel(), x.shape[1]
+    if M <= MAX_ASSIGNMENTS and not keep and params.lora_up_in is None and params.lora_down_in is None:
+        return decode(x, index, weight, *params[:4], *activation), Saved(
+            x.new_empty(0), x.new_empty(0), x.new_empty(0)
+        )
     hidden = x.new_empty(M, params.down.shape[1])
     saved = first_product(x, index, params, activation, keep=keep, hidden=hidden)
     low = None
@@ -161,18 +209,20 @@ def backward(
     if params.lora_down_in is not None:
         thin = _low_rank(grad, params.lora_down_out, order, offsets, top_k, gather=True, transpose=True)
     d_hidden = x.new_empty(M, intermediate)
-    grouped_gemm(
-        grad,
-        params.down,
-        offsets,
-        tile_config("grad_hidden", M, experts, x),
-        top_k=top_k,
-        out=d_hidden,
-        order=order,
-        gather=True,
-        transpose_b=True,
-        low_rank=None if thin is None else (thin, params.lora_down_in.transpose(1, 2).contiguous()),
-    )
+    product = {"top_k": top_k, "out": d_hidden, "transpose_b": True}
+    if thin is not None:
+        product["low_rank"] = thin, params.lora_down_in.transpose(1, 2).contiguous()
+    partial = copy = None
+    if needs.down_bias:
+        partial = grad.new_empty(padded_rows(M, experts) // PAD, grad.shape[1], dtype=torch.float32)
+    if needs.down:  # one sorted copy for this product and the weight gradient
+        copy = grad.new_empty(padded_rows(M, experts), grad.shape[1])
+        gather_rows(grad, order, offsets, top_k, out=copy, weight=weight, partial=partial)
+        config = tile_config("grad_hidden_sorted", M, experts, x)
+        grouped_gemm(copy, params.down, offsets, config, order=order, padded_a=True, **product)
+    else:
+        config = tile_config("grad_hidden", M, experts, x)
+        gathered_product(grad, params.down, order, offsets, config, **product)
     need_hidden = needs.down or needs.lora_down_in or needs.lora_down_out
     dots, bias_partial = gate_backward(
         saved.gate_up,
@@ -195,24 +245,25 @@ def backward(
         low = _low_rank(weighted_hidden, params.lora_down_in, order, offsets, top_k)
     if needs.lora_down_in:
         wgrad("low", weighted_hidden, thin, target("lora_down_in"))
-    if needs.down or needs.down_bias or needs.lora_down_out:
-        rows = padded_rows(M, experts)
+    d_lora = target("lora_down_out") if needs.lora_down_out else None
+    if needs.down:
+        wgrad("wgrad_down", weighted_hidden, copy, target("down"), padded_b=True)
+        if needs.lora_down_out:
+            wgrad("low", low, copy, d_lora, padded_b=True)
+    elif needs.down_bias or needs.lora_down_out:
         blocks = _column_blocks(M, grad.shape[1], grad)
-        partial = grad.new_empty(rows // PAD, grad.shape[1], dtype=torch.float32) if needs.down_bias else None
-        copy = grad.new_empty(rows, blocks[0][1]) if needs.down or needs.lora_down_out else None
-        d_down = target("down") if needs.down else None
-        d_lora = target("lora_down_out") if needs.lora_down_out else None
+        if needs.lora_down_out:
+            copy = grad.new_empty(padded_rows(M, experts), blocks[0][1])
         for begin, end in blocks:
-            sorted_grad = None if copy is None else copy[:, : end - begin]
+            rows = None if copy is None else copy[:, : end - begin]
             part = None if partial is None else partial[:, begin:end]
-            gather_rows(grad[:, begin:end], order, offsets, top_k, out=sorted_grad, weight=weight, partial=part)
-            if needs.down:
-                wgrad("wgrad_down", weighted_hidden, sorted_grad, d_down[:, :, begin:end], padded_b=True)
+            gather_rows(grad[:, begin:end], order, offsets, top_k, out=rows, weight=weight, partial=part)
             if needs.lora_down_out:
-                wgrad("low", low, sorted_grad, d_lora[:, :, begin:end], padded_b=True)
-        if needs.down_bias:
-            sum_tiles(partial, offsets, target("down_bias"), into is not None)
-        del copy, partial, sorted_grad, part  # views keep their buffer
+                wgrad("low", low, rows, d_lora[:, :, begin:end], padded_b=True)
+            del rows, part  # views keep their buffer
+    if needs.down_bias:
+        sum_tiles(partial, offsets, target("down_bias"), into is not None)
+    del copy, partial, product
     del weighted_hidden, d_hidden, dots, low
 
     thin = None

@@ -31,7 +31,8 @@ def _run_forward(x, index, weight, params, activation, chunk, keep) -> tuple[tor
         return torch.zeros_like(x), _nothing(x, index)
     with _undisturbed(x):
         if not chunk or chunk >= x.shape[0]:
-            return path.forward(x, index, weight, params, activation, keep=keep and not chunk)
+            out, saved = path.forward(x, index, weight, params, activation, keep=keep and not chunk)
+            return out, saved if keep and not chunk else _nothing(x, index)
         out = torch.empty_like(x)
         for tile in _tiles(x.shape[0], chunk):
             out[tile] = path.forward(x[tile], index[tile], weight[tile], params, activation, keep=False)[0]

@@ -18,6 +18,7 @@ from .tuning import TileConfig, cdiv, next_power_of_2
 def _grouped_gemm_kernel(
     a,
     b,
+    c,
     bias_ptr,
     c_ptr,
     h_ptr,
@@ -43,6 +44,8 @@ def _grouped_gemm_kernel(
     E_POW2: tl.constexpr,
     TOP_K: tl.constexpr,
     GATHER: tl.constexpr,
+    PADDED_A: tl.constexpr,
+    PAD: tl.constexpr,
     SCATTER: tl.constexpr,
     TRANS_B: tl.constexpr,
     BIASED: tl.constexpr,
@@ -54,6 +57,7 @@ def _grouped_gemm_kernel(
     EVEN_K: tl.constexpr,
     TMA_A: tl.constexpr,
     TMA_B: tl.constexpr,
+    TMA_STORE: tl.constexpr,
     FLATTEN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -61,6 +65,9 @@ def _grouped_gemm_kernel(
     GROUP: tl.constexpr,
 ):
     running, row_tiles = expert_tiles(offsets_ptr, E, E_POW2, BM)
+    if PADDED_A:
+        lane = tl.arange(0, E_POW2)
+        padded, _ = expert_tiles(offsets_ptr, E, E_POW2, PAD)
     column_tiles = tl.cdiv(columns, BN)
     group_size = GROUP * column_tiles
     k_steps = tl.cdiv(K, BK)
@@ -77,13 +84,17 @@ def _grouped_gemm_kernel(
         n = column_begin + local
         n_mask = local < columns
         inner = tl.arange(0, BK)
+        begin_a = begin
+        if PADDED_A:
+            before = tl.sum(tl.where(lane == expert - 1, padded, 0), axis=0)
+            begin_a = before * PAD + begin - tl.load(offsets_ptr + expert)
         if GATHER or SCATTER or WEIGHTED:
             assignment = tl.load(order_ptr + rows, mask=row_mask, other=0)
         if not TMA_A:
             if GATHER:
                 source = assignment // TOP_K
             else:
-                source = tl.minimum(rows, end - 1)
+                source = begin_a + tl.minimum(rows, end - 1) - begin
             a_ptrs = a + source.to(tl.int64)[:, None] * stride_a + inner[None, :]
         if not TMA_B:
             if TRANS_B:
@@ -99,7 +110,7 @@ def _grouped_gemm_kernel(
         for step in range(0, k_steps):
             k = step * BK
             if TMA_A:
-                a_tile = a.load([begin, k])
+                a_tile = a.load([begin_a, k])
             else:
                 if EVEN_K:
                     a_tile = tl.load(a_ptrs)
@@ -143,11 +154,15 @@ def _grouped_gemm_kernel(
                 destination = assignment.to(tl.int64)
             else:
                 destination = rows.to(tl.int64)
-            tl.store(
-                c_ptr + destination[:, None] * stride_c + local[None, :],
-                acc.to(c_ptr.dtype.element_ty),
-                mask=row_mask[:, None] & n_mask[None, :],
-            )
+            c_ptrs = c_ptr + destination[:, None] * stride_c + local[None, :]
+            c_mask = row_mask[:, None] & n_mask[None, :]
+            if TMA_STORE:
+                if begin + BM <= end:
+                    c.store([begin, tile_n * BN], acc.to(c.dtype))
+                else:  # the next rows belong to another expert
+                    tl.store(c_ptrs, acc.to(c.dtype), mask=c_mask)
+            else:
+                tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=c_mask)
         if GATED:
             gate, linear = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
             gate = tl.minimum(gate, limit)
@@ -171,6 +186,7 @@ def grouped_gemm(
     out: torch.Tensor | None = None,
     order: torch.Tensor | None = None,
     gather: bool = False,
+    padded_a: bool = False,
     scatter: bool = False,
     transpose_b: bool = False,
     bias: torch.Tensor | None = None,
@@ -184,12 +200,13 @@ def grouped_gemm(
     """Multiply the sorted rows of `a` with the matrix of their expert.
 
     Args:
-        a (`(M, K)`, or `(T, K)` with `gather`): Left operand, last dimension contiguous.
+        a (`(M, K)`, or `(T, K)` with `gather`): Left operand, last dimension contiguous. With `padded_a` it comes from
+            `gather_rows(padded=True)` and has `padded_rows(M, E)` rows; the product does not.
         b (`(E, K, N)`, or `(E, N, K)` with `transpose_b`): Contiguous right operands.
         offsets (`(E + 1,)`, int32): From `sort_by_expert`.
         config (`TileConfig`): Tile sizes.
         out (`(M, columns)`): Where the product goes; rows by assignment id with `scatter`.
-        order (`(M,)`, int32): Needed by `gather`, `scatter` and `weight`.
+        order (`(M,)`, int32): Needed by `gather`, `padded_a`, `scatter` and `weight`.
         bias (`(E, N)`): Added to the product.
         gated (`(M, N / 2)`): Receives the clamped SwiGLU of the interleaved product (gate even, linear odd columns).
         weight (`(M,)`, by assignment id): Multiplies the biased product.
@@ -199,7 +216,7 @@ def grouped_gemm(
     experts = b.shape[0]
     K, N = (b.shape[2], b.shape[1]) if transpose_b else (b.shape[1], b.shape[2])
     begin, end = columns or (0, N)
-    M = order.numel() if gather else a.shape[0]
+    M = order.numel() if gather or padded_a else a.shape[0]
     row_tiles = cdiv(M, config.bm) + min(experts, M)
     programs = tiles.programs(config, row_tiles * cdiv(end - begin, config.bn), a.device)
     even_k = K % config.bk == 0
@@ -212,10 +229,14 @@ def grouped_gemm(
         if tma_b:
             b_block = [config.bn, config.bk] if transpose_b else [config.bk, config.bn]
             b_operand = TensorDescriptor.from_tensor(flat_b, b_block)
+    if config.tma_store and config.flatten:
+        raise ValueError(f"{config}: Triton 3.6 cannot flatten a loop with two kinds of stores; switch one off.")
+    tma_store = config.tma_store and out is not None and not scatter and tiles.can_describe(out)
     low, up = low_rank or (None, None)
     _grouped_gemm_kernel[(programs,)](
         a_operand,
         b_operand,
+        TensorDescriptor.from_tensor(out, [config.bm, config.bn]) if tma_store else None,
         bias,
         out,
         gated,
@@ -241,6 +262,8 @@ def grouped_gemm(
         E_POW2=next_power_of_2(experts),
         TOP_K=top_k,
         GATHER=gather,
+        PADDED_A=padded_a,
+        PAD=tiles.PAD,
         SCATTER=scatter,
         TRANS_B=transpose_b,
         BIASED=bias is not None,
@@ -252,6 +275,7 @@ def grouped_gemm(
         EVEN_K=even_k,
         TMA_A=tma_a,
         TMA_B=tma_b,
+        TMA_STORE=tma_store,
         FLATTEN=config.flatten,
         BM=config.bm,
         BN=config.bn,

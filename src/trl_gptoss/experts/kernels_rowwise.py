@@ -11,32 +11,55 @@ import triton.language as tl
 from .tiles import PAD, expert_tiles, locate_tile, padded_rows
 from .tuning import cdiv, next_power_of_2
 
-_COLUMNS = 128  # columns of one program
+_COLUMNS = 128  # columns of one step
+_PARTS = 4  # programs that share the columns of a row tile: finding the expert costs as much as two steps
 
 
 @triton.jit
 def _combine_kernel(
-    rows_ptr, index_ptr, out_ptr, columns, stride_rows, stride_out, E, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+    rows_ptr,
+    index_ptr,
+    out_ptr,
+    T,
+    columns,
+    stride_rows,
+    stride_out,
+    E,
+    TOP_K: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < columns
-    total = tl.zeros((BLOCK,), tl.float32)
+    token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    column = tl.program_id(1) * BC + tl.arange(0, BC)
+    mask = (token < T)[:, None] & (column < columns)[None, :]
+    total = tl.zeros((BT, BC), tl.float32)
     for slot in tl.static_range(TOP_K):
-        expert = tl.load(index_ptr + token * TOP_K + slot)
-        computed = (expert >= 0) & (expert < E)
-        row = tl.load(rows_ptr + (token * TOP_K + slot) * stride_rows + column, mask=mask & computed, other=0.0)
-        total += row.to(tl.float32)
-    tl.store(out_ptr + token * stride_out + column, total.to(out_ptr.dtype.element_ty), mask=mask)
+        assignment = token * TOP_K + slot
+        row = tl.load(rows_ptr + assignment[:, None] * stride_rows + column[None, :], mask=mask, other=0.0)
+        # selected after the load, so that the rows need not wait for the indices; rows of others are unwritten
+        expert = tl.load(index_ptr + assignment, mask=token < T, other=-1)
+        total += tl.where(((expert >= 0) & (expert < E))[:, None], row.to(tl.float32), 0.0)
+    tl.store(out_ptr + token[:, None] * stride_out + column[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def combine(rows: torch.Tensor, index: torch.Tensor, out: torch.Tensor, num_experts: int) -> None:
     """`out[t] = sum of rows[t * k + slot]` over the slots whose expert is computed here; `rows` (M, C), `out` (T, C)."""
     tokens, top_k = index.shape
     columns = out.shape[1]
-    block = min(1024, next_power_of_2(columns))
-    _combine_kernel[(tokens, cdiv(columns, block))](
-        rows, index, out, columns, rows.stride(0), out.stride(0), num_experts, TOP_K=top_k, BLOCK=block, num_warps=4
+    block_t = 4 if tokens >= 1024 else 1
+    _combine_kernel[(cdiv(tokens, block_t), cdiv(columns, 512))](
+        rows,
+        index,
+        out,
+        tokens,
+        columns,
+        rows.stride(0),
+        out.stride(0),
+        num_experts,
+        TOP_K=top_k,
+        BT=block_t,
+        BC=512,
+        num_warps=4 if block_t > 1 else 2,
     )
 
 
@@ -58,32 +81,33 @@ def _gather_rows_kernel(
     COPY: tl.constexpr,
     PADDED: tl.constexpr,
     SUM: tl.constexpr,
+    PARTS: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
     running, row_tiles = expert_tiles(offsets_ptr, E, E_POW2, BM)
-    column_tiles = tl.cdiv(columns, BC)
-    tile = tl.program_id(0) // column_tiles
+    tile = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
     if tile < row_tiles:
         expert, begin, end = locate_tile(offsets_ptr, running, tile, BM)
-        rows = begin + tl.arange(0, BM)
+        lane = tl.arange(0, BM)
+        rows = begin + lane
         row_mask = rows < end
-        column = tl.program_id(0) % column_tiles * BC + tl.arange(0, BC)
-        c_mask = column < columns
         assignment = tl.load(order_ptr + rows, mask=row_mask, other=0)
-        source = (assignment // TOP_K).to(tl.int64)[:, None] * stride_source
-        block = tl.load(source_ptr + source + column[None, :], mask=row_mask[:, None] & c_mask[None, :], other=0.0)
-        if COPY:
-            if PADDED:
-                place = (tile * BM + tl.arange(0, BM)).to(tl.int64)[:, None] * stride_out
-                tl.store(out_ptr + place + column[None, :], block, mask=c_mask[None, :])
-            else:
-                place = rows.to(tl.int64)[:, None] * stride_out
-                tl.store(out_ptr + place + column[None, :], block, mask=row_mask[:, None] & c_mask[None, :])
+        source = source_ptr + (assignment // TOP_K).to(tl.int64)[:, None] * stride_source
         if SUM:
-            weight = tl.load(weight_ptr + assignment, mask=row_mask, other=0.0).to(tl.float32)
-            total = tl.sum(block.to(tl.float32) * weight[:, None], axis=0)
-            tl.store(partial_ptr + tile.to(tl.int64) * stride_partial + column, total, mask=c_mask)
+            weight = tl.load(weight_ptr + assignment, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+        place = ((tile * BM + lane) if PADDED else rows).to(tl.int64)[:, None] * stride_out
+        for start in range(part * BC, columns, PARTS * BC):
+            column = start + tl.arange(0, BC)
+            c_mask = column < columns
+            block = tl.load(source + column[None, :], mask=row_mask[:, None] & c_mask[None, :], other=0.0)
+            if COPY:
+                mask = c_mask[None, :] if PADDED else row_mask[:, None] & c_mask[None, :]
+                tl.store(out_ptr + place + column[None, :], block, mask=mask)
+            if SUM:
+                total = tl.sum(block.to(tl.float32) * weight, axis=0)
+                tl.store(partial_ptr + tile.to(tl.int64) * stride_partial + column, total, mask=c_mask)
 
 
 def gather_rows(
@@ -106,7 +130,8 @@ def gather_rows(
         partial (`(row tiles, C)`, fp32, *optional*): Receives the weighted sum of every block of `PAD` rows.
     """
     M, columns, experts = order.numel(), source.shape[1], offsets.numel() - 1
-    _gather_rows_kernel[(padded_rows(M, experts) // PAD * cdiv(columns, _COLUMNS),)](
+    parts = min(_PARTS, cdiv(columns, _COLUMNS))
+    _gather_rows_kernel[(padded_rows(M, experts) // PAD * parts,)](
         source,
         order,
         offsets,
@@ -123,6 +148,7 @@ def gather_rows(
         COPY=out is not None,
         PADDED=padded,
         SUM=partial is not None,
+        PARTS=parts,
         BM=PAD,
         BC=_COLUMNS,
         num_warps=8,

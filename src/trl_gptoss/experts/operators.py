@@ -32,11 +32,11 @@ def _experts(x, index, weight, *rest):
 
 def _experts_fake(x, index, weight, *rest):
     gate_up, chunk, keep = rest[0], rest[-2], rest[-1]
-    integer = torch.int32 if x.is_cuda and not chunk else index.dtype
     kept = keep and not chunk
+    integer = torch.int32 if x.is_cuda and kept else index.dtype
     saved = x.new_empty((index.numel(), gate_up.shape[2]) if kept else 0)
-    order = index.new_empty(0 if chunk else index.numel(), dtype=integer)
-    offsets = index.new_empty(0 if chunk else gate_up.shape[0] + 1, dtype=integer)
+    order = index.new_empty(index.numel() if kept else 0, dtype=integer)
+    offsets = index.new_empty(gate_up.shape[0] + 1 if kept else 0, dtype=integer)
     return torch.empty_like(x), saved, order, offsets
 
 

@@ -9,14 +9,25 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from .tables import TABLES
 
-KERNELS = ("up", "up_eval", "down", "grad_hidden", "grad_input", "wgrad_up", "wgrad_down")
+KERNELS = (
+    "up",
+    "up_eval",
+    "down",
+    "grad_hidden",
+    "grad_hidden_sorted",
+    "grad_input",
+    "wgrad_up",
+    "wgrad_down",
+)
+PRESORTED = ("up", "up_eval", "grad_hidden")  # gather their rows, in the product or before it
+STORED_BY_TMA = ("up", "grad_hidden", "grad_hidden_sorted", "wgrad_up", "wgrad_down")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +37,8 @@ class TileConfig:
     `warps` and `stages` are Triton's; `group` row tiles share their columns before the next columns start (L2 reuse);
     `programs` is the size of the persistent grid per multiprocessor; `tma` uses tensor descriptors where they exist;
     `flatten` joins the tile loop with the contraction loop, so that a tile's first loads overlap the last one's store;
-    `tma_store` writes a weight gradient through a descriptor; `presort` (of `up_eval`) reads a sorted copy of the input
-    instead of gathering rows: a bandwidth-bound pass more, a faster product.
+    `tma_store` (of `STORED_BY_TMA`) writes the result through a descriptor; `presort` (of `PRESORTED`) reads a sorted copy
+    of the input instead of gathering rows: a bandwidth-bound pass more, a faster product.
     """
 
     bm: int
@@ -121,17 +132,7 @@ def tile_config(kernel: str, rows: int, experts: int, like: torch.Tensor) -> Til
 
 def candidates(kernel: str, rows_per_expert: int) -> list[TileConfig]:
     """What `tune_experts` tries."""
-    if kernel.startswith("wgrad"):
-        return [
-            TileConfig(128, 256, 64, 8, 3, tma=True),
-            TileConfig(128, 256, 64, 8, 4, tma=True),
-            TileConfig(128, 256, 64, 8, 3, tma=True, flatten=True),
-            TileConfig(128, 256, 64, 8, 3, tma=True, tma_store=True),
-            TileConfig(128, 256, 64, 8, 3, tma=True, flatten=True, tma_store=True),
-            TileConfig(128, 128, 64, 4, 3, programs=2, tma=True),
-            TileConfig(128, 256, 32, 8, 6),
-        ]
-    if rows_per_expert <= 32:
+    if not kernel.startswith("wgrad") and rows_per_expert <= 32:
         row_tile = 16 if rows_per_expert <= 8 else 32
         return [
             TileConfig(row_tile, 32, 128, 4, 4, programs=5),
@@ -140,25 +141,21 @@ def candidates(kernel: str, rows_per_expert: int) -> list[TileConfig]:
             TileConfig(row_tile, 128, 64, 4, 4, programs=3),
             TileConfig(row_tile, 128, 64, 8, 5, programs=2),
         ]
-    small = [
-        TileConfig(64, 128, 64, 4, 4, programs=2),
-        TileConfig(64, 256, 64, 4, 4, tma=True),
-        TileConfig(64, 128, 64, 4, 3, programs=3),
-    ]
-    large = [
-        TileConfig(128, 256, 64, 8, 3),
-        TileConfig(128, 256, 64, 8, 3, tma=True),
-        TileConfig(128, 256, 64, 8, 4, tma=True),
-        TileConfig(128, 256, 64, 8, 3, tma=True, flatten=True),
-        TileConfig(128, 256, 32, 8, 5),
-        TileConfig(128, 128, 64, 4, 3, programs=2, tma=True),
-    ]
+    tma = TileConfig(128, 256, 64, 8, 3, tma=True)
+    large = [replace(tma, flatten=flatten) for flatten in (False, True)]
+    if kernel in STORED_BY_TMA:
+        stored = large if kernel.startswith("wgrad") else large[:1]
+        large += [replace(config, tma_store=True) for config in stored]
+    if kernel in PRESORTED:
+        large += [replace(config, presort=True) for config in large]
+    large.append(replace(tma, stages=4))
+    if kernel.startswith("wgrad"):
+        return [*large, TileConfig(128, 128, 64, 4, 3, programs=2, tma=True), TileConfig(128, 256, 32, 8, 6)]
+    small = [TileConfig(64, 256, 64, 4, 4, tma=True), TileConfig(64, 128, 64, 4, 4, programs=2)]
     if rows_per_expert <= 64:
-        return small + large[1:2] + [TileConfig(128, 128, 64, 4, 3, programs=2, tma=True)]
-    if kernel == "up_eval":
-        large = [*large, TileConfig(128, 256, 64, 8, 3, tma=True, flatten=True, presort=True)]
-        large.append(TileConfig(128, 256, 64, 8, 3, group=4, tma=True, flatten=True))
-    return large if rows_per_expert > 256 else [small[1], *large]
+        return [*small, tma, TileConfig(128, 128, 64, 4, 3, programs=2, tma=True)]
+    large += [replace(tma, group=4, flatten=True), TileConfig(128, 256, 32, 8, 5)]
+    return large if rows_per_expert > 256 else [small[0], *large]
 
 
 def measure(
@@ -176,6 +173,9 @@ def measure(
             timed.append((do_bench(lambda c=config: launch(c), 10, milliseconds, return_mode="median"), config))
         except (OutOfResources, CompilationError):
             continue
+        except RuntimeError as error:
+            if "PassManager" not in str(error):  # what Triton raises when one of its passes fails
+                raise
     return sorted(timed, key=lambda entry: entry[0])
 
 

@@ -124,6 +124,51 @@ def _curve(series: Series, scale: _Scale, index: int) -> list[str]:
     return parts
 
 
+# The page's colours in light mode, for a file that stands alone.
+_ALONE = (
+    "text{font:11px system-ui,sans-serif;fill:#657083}.title{font-size:14px;fill:#1c2430}"
+    ".grid{stroke:#e9edf2}.line,.raw{fill:none;stroke-width:2}.raw{stroke-width:1;opacity:.35}.band{opacity:.15}"
+    ".hover{display:none}"
+)
+_COLOURS = ("#2f6fdb", "#e07b25", "#2a9d5b", "#b04ad1", "#c9a21a", "#1f9fb5")
+_TITLE, _LEGEND = 24, 18
+
+
+def standalone_svg(title: str, curves: list[Series]) -> str:
+    """The chart as an SVG file with its own colours, title and legend, or an empty string if no curve has a finite value.
+
+    Args:
+        title (`str`): heading; escaped here, like every label.
+        curves (`list[Series]`): drawn over one pair of axes.
+    """
+    curves = [s for s in curves if s.finite]
+    if not curves:
+        return ""
+    x = [p[0] for s in curves for p in s.finite]
+    y = [p[1] for s in curves for p in s.finite] + [v for s in curves for _, *pair in s.band for v in pair]
+    scale = _Scale(x, y)
+    body = _axes(scale)
+    for index, series in enumerate(curves):
+        body += _curve(series, scale, index)
+    style = _ALONE + "".join(
+        f".c{i}{{stroke:{colour}}}.band.c{i},.dot.c{i},.key.c{i}{{fill:{colour};stroke:none}}"
+        for i, colour in enumerate(_COLOURS)
+    )
+    legend = []
+    for i, series in enumerate(curves):
+        top = _TITLE + HEIGHT + i * _LEGEND
+        text = escape(f"{series.label}: {number(series.finite[-1][1])}")
+        legend.append(f'<rect class="key c{i % 6}" x="{LEFT}" y="{top}" width="10" height="10"/>')
+        legend.append(f'<text x="{LEFT + 16}" y="{top + 9}">{text}</text>')
+    height = _TITLE + HEIGHT + len(curves) * _LEGEND + 4
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH * 2}" height="{height * 2}">'
+        f'<style>{style}</style><rect width="{WIDTH}" height="{height}" fill="#fff"/>'
+        f'<text class="title" x="{LEFT}" y="17">{escape(title)}</text>'
+        f'<g transform="translate(0 {_TITLE})">{"".join(body)}</g>{"".join(legend)}</svg>\n'
+    )
+
+
 def chart(title: str, curves: list[Series], note: str = "") -> str:
     """A titled card with a line chart of all curves, or an empty string if none has a finite value.
 

@@ -43,6 +43,11 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("On-policy ratio in force", (("on_policy/forced", "share of micro-batches"),)),
         Panel("Clipped ratios", ((r"clip_ratio/(.+)", r"\1"),)),
         Panel("Sampler against trainer", ((r"sampling/(.+)", r"\1"), (r"rollout_correction/(.+)", r"\1"))),
+        Panel(
+            "What quantised rollouts cost",
+            (("rollout_weights/abs_log_ratio", "mean |log ratio|"), ("rollout_weights/kl", "KL")),
+            "Weights that sampled against the trained ones, nats per token.",
+        ),
     ),
     "Optimisation": (
         Panel("Entropy", (("entropy", "nats per token"),)),

@@ -3,24 +3,23 @@
 Sympy can be sent into computations without end (`9^9^9^9`), and while one long integer power is computed no signal
 handler and no other thread of the process gets its turn. So the caller sits outside and kills.
 
-It reads one JSON line per job on standard input, `{"gold": str, "text": str, "seconds": n}`, and answers with one JSON
-line, `{"verdict": true | false | null}` (null: the gold answer cannot be read). The first line it writes is `{}`: ready.
+A job is `{"gold": str, "text": str, "seconds": n}`, its answer `{"verdict": true | false | null}` (null: the gold answer
+cannot be read); see _serving.py.
 """
 
-import json
 import logging
 import re
-import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 # run as a script: importing this file's package would import transformers, which takes longer than all the rest
 sys.path.append(str(Path(__file__).parent))
+from _serving import serve  # noqa: E402
 from answers import gold_answer, normalized, stated_answer  # noqa: E402
 
-MEMORY_LIMIT = 4 << 30
 _SCIENTIFIC = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)")
 _MATH_ONLY = re.compile(r"(?:\\[A-Za-z]+|[A-Za-z](?![A-Za-z])|[^A-Za-z])*")
 
@@ -58,38 +57,25 @@ def judge(gold: str, text: str) -> bool | None:
     return verify(wanted, read_stated(kind, stated), timeout_seconds=None)
 
 
-def allow_cpu(seconds: int) -> None:
-    """Let the kernel end us (SIGXCPU) after this much more CPU time, even if nobody is left to wait for the answer."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    limit = int(used.ru_utime + used.ru_stime) + 1 + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+def answer(job: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"verdict": judge(job["gold"], job["text"])}
+    except (
+        ArithmeticError,
+        AttributeError,
+        MemoryError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        NotImplementedError,
+    ):
+        return {"verdict": False}  # sympy raises all of these on odd input; anything else ends the worker
 
 
-def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+def warm_up() -> None:
     logging.disable(logging.CRITICAL)  # math-verify warns that its timeout is off
-    answers = sys.stdout
-    sys.stdout = sys.stderr  # what a library prints is no answer
     judge(r"\frac{1}{2}", r"The answer is $\frac{2}{4}$.")  # sympy builds its tables on first use
-    print("{}", file=answers, flush=True)
-    for line in sys.stdin:
-        job = json.loads(line)
-        allow_cpu(job["seconds"])
-        try:
-            verdict = judge(job["gold"], job["text"])
-        except (
-            ArithmeticError,
-            AttributeError,
-            MemoryError,
-            RecursionError,
-            TypeError,
-            ValueError,
-            NotImplementedError,
-        ):
-            verdict = False  # sympy raises all of these on odd input; anything else ends the worker, which counts too
-        print(json.dumps({"verdict": verdict}), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    serve(answer, warm_up)

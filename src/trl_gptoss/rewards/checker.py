@@ -1,4 +1,9 @@
-"""A small pool of math-verify workers that are killed when they take too long and started again when needed."""
+"""A small pool of worker programs that are killed when they take too long and started again when needed.
+
+A worker reads one JSON line per job on standard input and answers with one JSON line; the first line it writes is `{}`:
+ready (see _serving.py). What it is asked may send it into a computation without end or crash it; the caller sits
+outside, kills it and goes on.
+"""
 
 import atexit
 import contextlib
@@ -14,44 +19,56 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 WALL_CLOCK_FACTOR = 10
 START_SECONDS = 120.0  # importing sympy takes 1-2 s, on a loaded machine much more
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """correct (`bool` or `None`): `None` if the gold answer cannot be read. timed_out, crashed (`bool`): not correct."""
+class Reply:
+    """value (`dict` or `None`): a worker's answer. timed_out, crashed (`bool`): it gave none."""
 
-    correct: bool | None
+    value: dict[str, Any] | None
     timed_out: bool = False
     crashed: bool = False
 
 
-class MathChecker:
-    """Compares answers with math-verify, in other processes. Safe to use from several threads and after a fork.
+class WorkerPool:
+    """Runs jobs in worker programs. Safe to use from several threads and after a fork.
 
     Args:
+        program (`Path`): the worker program, run by this Python.
         workers (`int`, *optional*): processes at most; they are started when needed. Defaults to the number of cores,
             but no more than 4.
-        seconds (`int`, *optional*, defaults to 3): CPU time of one comparison, after which the worker is killed. Counted
-            in CPU time, so that a busy machine does not turn right answers into wrong ones; ten times as much wall-clock
+        seconds (`int`, *optional*, defaults to 3): CPU time of one job, after which the worker is killed. Counted in
+            CPU time, so that a busy machine does not turn right answers into wrong ones; ten times as much wall-clock
             time is the last resort.
+        environment (`dict[str, str]`, *optional*): further environment variables of the workers.
     """
 
-    def __init__(self, *, workers: int | None = None, seconds: int = 3) -> None:
+    def __init__(
+        self,
+        program: Path,
+        *,
+        workers: int | None = None,
+        seconds: int = 3,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.program = program
         self.workers = workers or min(4, os.cpu_count() or 1)
         self.seconds = seconds
+        self.environment = environment or {}
         self._owner = -1
         self._lock = threading.Lock()
 
-    def check(self, golds: list[str], texts: list[str]) -> list[Verdict]:
-        """Whether each text states its gold answer; in order, raises nothing because of what the texts say."""
+    def run(self, jobs: list[dict[str, Any]]) -> list[Reply]:
+        """The replies to `jobs`, in order; raises nothing because of what is in them."""
         self._own()
-        if not golds:
+        if not jobs:
             return []
-        with ThreadPoolExecutor(max_workers=min(self.workers, len(golds))) as threads:
-            return list(threads.map(self._check_one, golds, texts))
+        with ThreadPoolExecutor(max_workers=min(self.workers, len(jobs))) as threads:
+            return list(threads.map(self._run_one, jobs))
 
     def close(self) -> None:
         """End all workers. The next check starts new ones."""
@@ -73,55 +90,54 @@ class MathChecker:
                     self._idle.put(None)
                 atexit.register(self.close)
 
-    def _check_one(self, gold: str, text: str) -> Verdict:
+    def _run_one(self, job: dict[str, Any]) -> Reply:
         worker = self._idle.get()
         try:
             if worker is None:
-                worker = _Worker()
-            verdict = worker.check(gold, text, self.seconds)
-            if verdict.timed_out or verdict.crashed:
+                worker = _Worker(self.program, self.environment)
+            reply = worker.run(job, self.seconds)
+            if reply.value is None:
                 worker = None
-            return verdict
+            return reply
         finally:
             self._idle.put(worker)
 
 
 class _Worker:
-    """One running worker program (see _worker.py)."""
+    """One running worker program."""
 
-    def __init__(self) -> None:
-        program = Path(__file__).with_name("_worker.py")
+    def __init__(self, program: Path, environment: dict[str, str]) -> None:
         # -P: the folder of the program, with its module names, must not come first on the import path
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(program)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             start_new_session=True,  # Ctrl-C goes to the trainer, which still wants its verdicts
         )
         self._buffer = b""
         if self._line(time.monotonic() + START_SECONDS) != b"{}":
             self.kill()
             raise RuntimeError(
-                "The math-verify worker does not start. Run this to see why: "
+                "A reward worker does not start. Run this to see why: "
                 f"`echo | {sys.executable} -P {program}` (it should print `{{}}`)."
             )
 
-    def check(self, gold: str, text: str, seconds: int) -> Verdict:
-        job = json.dumps({"gold": gold, "text": text, "seconds": seconds}) + "\n"
+    def run(self, job: dict[str, Any], seconds: int) -> Reply:
+        line_out = json.dumps({**job, "seconds": seconds}) + "\n"
         deadline = time.monotonic() + WALL_CLOCK_FACTOR * seconds
         try:
-            self._process.stdin.write(job.encode())
+            self._process.stdin.write(line_out.encode())
             self._process.stdin.flush()
             line = self._line(deadline)
         except BrokenPipeError:
             line = b""
         if line:
-            return Verdict(json.loads(line)["verdict"])
+            return Reply(json.loads(line))
         self.kill()
         timed_out = line is None or self._process.returncode == -signal.SIGXCPU
-        return Verdict(False, timed_out=timed_out, crashed=not timed_out)
+        return Reply(None, timed_out=timed_out, crashed=not timed_out)
 
     def kill(self) -> None:
         self._process.kill()
@@ -144,6 +160,30 @@ class _Worker:
             self._buffer += part
         line, self._buffer = self._buffer.split(b"\n", 1)
         return line
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """correct (`bool` or `None`): `None` if the gold answer cannot be read. timed_out, crashed (`bool`): not correct."""
+
+    correct: bool | None
+    timed_out: bool = False
+    crashed: bool = False
+
+
+class MathChecker(WorkerPool):
+    """Compares answers with math-verify, in other processes (_worker.py). Arguments: those of [`WorkerPool`]."""
+
+    def __init__(self, *, workers: int | None = None, seconds: int = 3) -> None:
+        super().__init__(Path(__file__).with_name("_worker.py"), workers=workers, seconds=seconds)
+
+    def check(self, golds: list[str], texts: list[str]) -> list[Verdict]:
+        """Whether each text states its gold answer; in order, raises nothing because of what the texts say."""
+        replies = self.run([{"gold": gold, "text": text} for gold, text in zip(golds, texts, strict=True)])
+        return [
+            Verdict(False, reply.timed_out, reply.crashed) if reply.value is None else Verdict(reply.value["verdict"])
+            for reply in replies
+        ]
 
 
 shared_checker = MathChecker()

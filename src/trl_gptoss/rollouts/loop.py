@@ -7,13 +7,22 @@ the ids sampled in turn n and the ids of the observation:
            |  mask 1   |    mask 0     |  mask 1   |    mask 0     |  mask 1
 """
 
+import random
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from ..trajectory import StopReason, ToolResult, Trajectory, Turn
-from .backend import GenerationBackend, Sample
-from .tools import Toolbox, ToolCall, ToolRunner
+from .backend import GenerationBackend, Sample, SampleEnd
+from .routed_experts import RouterShape, check_routing
+from .stream import SampleRequest, SampleStream, WaveStream
+from .tools import Toolbox, ToolCall, ToolRunner, ToolSession
+
+_IDLE = 0.05  # seconds to wait where nothing can be done
+_TICK = 0.01  # seconds for which samples are waited for while tools run
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,11 +64,16 @@ class RolloutLimits:
     max_turns (`int` or `None`): most turns the policy may take, `None` for no limit.
     max_rollout_tokens (`int`): most ids after the prompt, observations included.
     max_context (`int`): most ids the model can see, prompt included.
+    max_seconds (`float`, *optional*): most wall-clock time, `None` for no limit. Turns are then sampled in pieces of
+        `piece_tokens` ids, and the time is looked at between two of them.
+    piece_tokens (`int`, *optional*, defaults to `512`): see `max_seconds`.
     """
 
     max_turns: int | None
     max_rollout_tokens: int
     max_context: int
+    max_seconds: float | None = None
+    piece_tokens: int = 512
 
 
 class _HasDone(Protocol):
@@ -75,14 +89,21 @@ class Episode:
     environment (`object` with `done`, *optional*): asked after the tools of a turn have run whether the episode is
         over.
     messages (`list[dict]`): the completion as messages: policy messages and tool results in order.
+    seed (`int`, *optional*): makes what is sampled depend on this seed and not on the order in which rollouts go on,
+        where the backend can do that.
     """
 
     trajectory: Trajectory
     toolbox: Toolbox
     environment: _HasDone | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
+    seed: int | None = None
     context: list[int] = field(default_factory=list)
     budget: int = 0
+    deadline: float | None = None
+    piece: Sample | None = None
+    pieces: int = 0
+    routing: list[np.ndarray] = field(default_factory=list)
 
 
 def run_episodes(
@@ -93,68 +114,190 @@ def run_episodes(
     limits: RolloutLimits,
     stop_ids: list[int],
     any_rank_running: Callable[[bool], bool],
+    router: RouterShape | None = None,
 ) -> None:
-    """Run all episodes to their end, in place.
+    """Run all episodes to their end, in place. Each goes on as soon as it can; none waits for another one's tools.
 
     Args:
         episodes (`list[Episode]`): this rank's rollouts; their trajectories hold only the prompt.
-        backend ([`GenerationBackend`]): what samples.
+        backend ([`GenerationBackend`]): what samples; requests go in as they come if it is a [`SampleStream`].
         turn_format ([`TurnFormat`]): what reads and writes turns.
         tools ([`ToolRunner`]): what executes calls.
         limits ([`RolloutLimits`]): budgets.
         stop_ids (`list[int]`): a sample that does not end with one of them was cut off.
-        any_rank_running (`Callable[[bool], bool]`): logical or over all ranks. Used once per turn if the backend is
+        any_rank_running (`Callable[[bool], bool]`): logical or over all ranks. Used twice per wave if the backend is
             collective, so that ranks whose rollouts have ended keep taking part.
+        router ([`RouterShape`], *optional*): the backend has to report the experts of every sample.
 
     Raises:
         ValueError: a prompt leaves no room for a completion in the context.
+        RuntimeError: the backend sampled nothing at all.
+        DamagedRouting: the experts it reports cannot be those it used.
     """
-    for number, episode in enumerate(episodes):
+    _Run(episodes, backend, turn_format, tools.session(), limits, stop_ids, any_rank_running, router).to_the_end()
+
+
+class _Run:
+    """The rollouts of one batch on their way. An episode is either being sampled, or its tools run, or it has ended."""
+
+    def __init__(
+        self,
+        episodes: list[Episode],
+        backend: GenerationBackend,
+        turn_format: TurnFormat,
+        tools: ToolSession,
+        limits: RolloutLimits,
+        stop_ids: list[int],
+        any_rank_running: Callable[[bool], bool],
+        router: RouterShape | None,
+    ) -> None:
+        self.episodes = episodes
+        self.backend = backend
+        self.stream = backend if isinstance(backend, SampleStream) else WaveStream(backend, any_rank_running)
+        self.turn_format = turn_format
+        self.tools = tools
+        self.limits = limits
+        self.stop_ids = stop_ids
+        self.any_rank_running = any_rank_running
+        self.router = router
+        self.calls: dict[int, list[ToolCall]] = {}
+
+    def to_the_end(self) -> None:
+        for key in range(len(self.episodes)):
+            self.begin(key)
+        while self.is_running():
+            patience = self.stream.patience
+            # Nothing to sample here: wait for a tool. Not for long, other ranks may need this one.
+            first = patience if self.stream.waiting else _IDLE
+            for key, results in self.tools.finished(first=first, rest=patience):
+                self.answer(key, results)
+            for key, sample in self.stream.poll(_TICK if self.tools.pending else _IDLE):
+                self.take(key, sample)
+
+    def is_running(self) -> bool:
+        here = bool(self.stream.waiting or self.tools.pending)
+        return self.any_rank_running(here) if self.backend.collective else here
+
+    def begin(self, key: int) -> None:
+        episode, limits = self.episodes[key], self.limits
         prompt = episode.trajectory.prompt_ids
         episode.context = list(prompt)
         episode.budget = min(limits.max_rollout_tokens, limits.max_context - len(prompt))
         if episode.budget < 1:
             raise ValueError(
-                f"Prompt {number} of this batch has {len(prompt)} tokens and the model's context holds "
+                f"Prompt {key} of this batch has {len(prompt)} tokens and the model's context holds "
                 f"{limits.max_context}: there is no room for a completion. Drop such rows from the data set."
             )
-    running = list(episodes)
-    while any_rank_running(bool(running)) if backend.collective else running:
-        prompts = [e.context for e in running]
-        samples = backend.generate(prompts, [e.budget for e in running])
-        calls = [_take(e, s, turn_format, limits, stop_ids) for e, s in zip(running, samples, strict=True)]
-        pending = [(e, c) for e, c in zip(running, calls) if c]
-        results = tools.run([(e.toolbox, c) for e, c in pending])
-        running = [e for (e, c), r in zip(pending, results) if _answer(e, c, r, turn_format)]
+        if limits.max_seconds is not None:
+            episode.deadline = time.monotonic() + limits.max_seconds
+        self.sample(key)
+
+    def sample(self, key: int) -> None:
+        """Ask for the next turn of an episode, or for the next piece of it."""
+        episode = self.episodes[key]
+        so_far = [] if episode.piece is None else episode.piece.ids
+        limit = episode.budget - len(so_far)
+        if episode.deadline is not None:
+            limit = min(limit, self.limits.piece_tokens)
+        sampling = self.backend.sampling
+        if episode.seed is not None:
+            sampling = replace(sampling, seed=_derived_seed(episode.seed, episode.pieces))
+        episode.pieces += 1
+        self.stream.submit(
+            key, SampleRequest(prompt=episode.context + so_far, max_new_tokens=limit, sampling=sampling)
+        )
+
+    def take(self, key: int, sample: Sample) -> None:
+        """Append what was sampled, and go on with the tools of the turn."""
+        episode = self.episodes[key]
+        if self.router is not None and sample.ids:
+            self._take_routing(episode, sample)
+        sample = _joined(episode.piece, sample)
+        cut = not sample.ids or sample.ids[-1] not in self.stop_ids
+        unfinished = cut and len(sample.ids) < episode.budget and sample.end is not SampleEnd.ABORT
+        if unfinished and episode.deadline is not None and not _over(episode):
+            episode.piece = sample
+            self.sample(key)
+            return
+        episode.piece = None
+        calls = _take(episode, sample, self.turn_format, self.limits, cut)
+        if calls:
+            self.calls[key] = calls
+            self.tools.start(key, episode.toolbox, calls, episode.deadline)
+
+    def _take_routing(self, episode: Episode, sample: Sample) -> None:
+        """Keep the rows of positions that have none yet."""
+        prompt = len(episode.context) + (0 if episode.piece is None else len(episode.piece.ids))
+        rows = check_routing(sample.routing, self.router, prompt, len(sample.ids))
+        known = sum(len(part) for part in episode.routing)
+        episode.routing.append(rows[known:])
+
+    def answer(self, key: int, results: list[ToolResult]) -> None:
+        """Append the results of a turn's calls, and go on with the next turn."""
+        if _answer(self.episodes[key], self.calls.pop(key), results, self.turn_format):
+            self.sample(key)
+
+
+def _derived_seed(seed: int, piece: int) -> int:
+    """A seed for each piece of a rollout, whatever the other rollouts of the batch do."""
+    return random.Random(f"{seed}/{piece}").getrandbits(62)
+
+
+def _joined(before: Sample | None, after: Sample) -> Sample:
+    """Two pieces of one turn."""
+    if before is None:
+        return after
+    logps = None if before.logps is None or after.logps is None else before.logps + after.logps
+    return replace(after, ids=before.ids + after.ids, logps=logps)
+
+
+def _over(episode: Episode) -> bool:
+    return episode.deadline is not None and time.monotonic() >= episode.deadline
 
 
 def _take(
-    episode: Episode, sample: Sample, turn_format: TurnFormat, limits: RolloutLimits, stop_ids: list[int]
+    episode: Episode, sample: Sample, turn_format: TurnFormat, limits: RolloutLimits, cut: bool
 ) -> list[ToolCall]:
-    """Append a sample to its episode. Returns the calls to run; none if the episode has ended."""
-    parsed = turn_format.parse(sample.ids, episode.toolbox)
+    """Append a turn to its episode. Returns the calls to run; none if the episode has ended."""
     trajectory = episode.trajectory
+    if not sample.ids:  # an engine that gave up on the request
+        if not trajectory.turns:
+            raise RuntimeError("The generation backend gave up on a rollout before its first token; see its log.")
+        trajectory.stop_reason = StopReason.TRUNCATED
+        return []
+    parsed = turn_format.parse(sample.ids, episode.toolbox)
     trajectory.turns.append(
         Turn(
             policy_ids=sample.ids,
             sampling_logps=sample.logps,
             messages=parsed.messages,
             anomalies=parsed.anomalies,
+            routing=_routing_of_turn(episode),
         )
     )
     trajectory.final_text = parsed.final_text
     episode.messages += parsed.messages
     episode.context = episode.context + sample.ids
     episode.budget -= len(sample.ids)
-    if not sample.ids or sample.ids[-1] not in stop_ids:
-        trajectory.stop_reason = StopReason.TRUNCATED
+    if cut:
+        trajectory.stop_reason = StopReason.MAX_SECONDS if _over(episode) else StopReason.TRUNCATED
     elif not parsed.calls:
         trajectory.stop_reason = StopReason.FINAL
     elif limits.max_turns is not None and len(trajectory.turns) >= limits.max_turns:
         trajectory.stop_reason = StopReason.MAX_TURNS
+    elif _over(episode):
+        trajectory.stop_reason = StopReason.MAX_SECONDS
     else:
         return parsed.calls
     return []
+
+
+def _routing_of_turn(episode: Episode) -> np.ndarray | None:
+    """The rows that the earlier turns do not hold."""
+    if not episode.routing:
+        return None
+    held = sum(len(turn.routing) for turn in episode.trajectory.turns)
+    return np.concatenate(episode.routing)[held:]
 
 
 def _answer(episode: Episode, calls: list[ToolCall], results: list[ToolResult], turn_format: TurnFormat) -> bool:
@@ -165,6 +308,9 @@ def _answer(episode: Episode, calls: list[ToolCall], results: list[ToolResult], 
     episode.messages += observation.messages
     if episode.environment is not None and episode.environment.done:
         episode.trajectory.stop_reason = StopReason.ENVIRONMENT
+        return False
+    if _over(episode):
+        episode.trajectory.stop_reason = StopReason.MAX_SECONDS
         return False
     if len(observation.ids) >= episode.budget:  # at least one id must be left for the policy
         episode.trajectory.stop_reason = StopReason.MAX_TOKENS

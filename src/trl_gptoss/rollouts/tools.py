@@ -8,6 +8,7 @@ at the same limit (a sandbox that kills its process) have the time of `GRACE` to
 
 import asyncio
 import inspect
+import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -81,26 +82,26 @@ class ToolRunner:
         self.output_limit = output_limit
         self.max_concurrent = max_concurrent
         self.event_loop = event_loop
+        self._slots = threading.Semaphore(max_concurrent)
+
+    def session(self) -> "ToolSession":
+        """Where the calls of one batch of rollouts are started and their results are picked up."""
+        return ToolSession(self)
 
     def run(self, pending: list[tuple[Toolbox, list[ToolCall]]]) -> list[list[ToolResult]]:
-        """Run all calls. Returns the results in the order of `pending`; never raises because of a tool."""
-        slots = threading.Semaphore(self.max_concurrent)
-        results: list[list[ToolResult]] = [[] for _ in pending]
+        """Run all calls and wait for them. Results are in the order of `pending`; never raises because of a tool."""
+        session = self.session()
+        for key, (toolbox, calls) in enumerate(pending):
+            session.start(key, toolbox, calls)
+        done = dict(session.finished(first=None, rest=None))
+        return [done[key] for key in range(len(pending))]
 
-        def serve(index: int) -> None:
-            toolbox, calls = pending[index]
-            for call in calls:
-                results[index].append(self._run_one(toolbox, call, slots))
+    def run_one(self, toolbox: Toolbox, call: ToolCall, deadline: float | None = None) -> ToolResult:
+        """Run one call in this thread's time.
 
-        # One light thread per rollout keeps its calls in order; `slots` bounds how many really run.
-        threads = [threading.Thread(target=serve, args=(i,), daemon=True) for i in range(len(pending))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
-
-    def _run_one(self, toolbox: Toolbox, call: ToolCall, slots: threading.Semaphore) -> ToolResult:
+        Args:
+            deadline (`float`, *optional*): `time.monotonic()` at which nobody waits for the result any more.
+        """
         shown = call.raw_arguments if call.raw or call.arguments is None else call.arguments
         limit = self.output_limit if toolbox.output_limit is None else toolbox.output_limit
         refusal = self._refuse(toolbox, call)
@@ -108,16 +109,23 @@ class ToolRunner:
             return ToolResult(name=call.name, arguments=shown, text=clip_output(refusal, limit), failed=True)
         box: list[ToolResult] = []
         worker = threading.Thread(target=self._call_into, args=(box, toolbox, call, shown), daemon=True)
-        with slots:
-            start = time.perf_counter()
+        if not self._slots.acquire(timeout=_until(deadline)):
+            text = f"error: {call.name} did not run: the time of the rollout was over before it was its turn"
+            return ToolResult(name=call.name, arguments=shown, text=text, failed=True, timed_out=True)
+        start = time.perf_counter()
+        try:
             worker.start()
-            worker.join(None if toolbox.timeout is None else toolbox.timeout + GRACE)
-            seconds = time.perf_counter() - start
+            patience = None if toolbox.timeout is None else toolbox.timeout + GRACE
+            worker.join(min((t for t in (patience, _until(deadline)) if t is not None), default=None))
+        finally:
+            self._slots.release()
+        seconds = time.perf_counter() - start
         if box:
             result = box[0]
         else:
             toolbox.hung = True
-            text = f"error: {call.name} timed out after {toolbox.timeout:g} s"
+            waited = seconds if toolbox.timeout is None else min(seconds, toolbox.timeout)
+            text = f"error: {call.name} timed out after {waited:.3g} s"
             result = ToolResult(name=call.name, arguments=shown, text=text, failed=True, timed_out=True)
         # What has no UTF-8 form would stop the run when the completions are stored.
         result.text = clip_output(well_formed(result.text), limit)
@@ -161,3 +169,57 @@ class ToolRunner:
         except TimeoutError:
             future.cancel()
             raise TimeoutError(f"{name} timed out after {timeout:g} s" if timeout else f"{name} timed out") from None
+
+
+class ToolSession:
+    """The running calls of one batch. Rollouts run side by side, the calls of one rollout in order.
+
+    Args:
+        runner ([`ToolRunner`]): what runs a call.
+    """
+
+    def __init__(self, runner: ToolRunner) -> None:
+        self.runner = runner
+        self.pending = 0
+        self._done: queue.SimpleQueue[tuple[int, list[ToolResult]]] = queue.SimpleQueue()
+
+    def start(self, key: int, toolbox: Toolbox, calls: list[ToolCall], deadline: float | None = None) -> None:
+        """Run the calls of a rollout, without waiting for them.
+
+        Args:
+            key (`int`): names the rollout in `finished`.
+            toolbox ([`Toolbox`]): its tools.
+            calls (`list[ToolCall]`): in order.
+            deadline (`float`, *optional*): `time.monotonic()` at which the rollout is over.
+        """
+
+        def serve() -> None:
+            self._done.put((key, [self.runner.run_one(toolbox, call, deadline) for call in calls]))
+
+        self.pending += 1
+        # One light thread per rollout keeps its calls in order; the runner's slots bound how many really run.
+        threading.Thread(target=serve, daemon=True).start()
+
+    def finished(self, first: float | None, rest: float | None) -> list[tuple[int, list[ToolResult]]]:
+        """Results that have come in, in the order they did.
+
+        Args:
+            first (`float` or `None`): seconds to wait for the first one, `None` for as long as it takes.
+            rest (`float` or `None`): seconds to wait then for all others.
+        """
+        found: list[tuple[int, list[ToolResult]]] = []
+        end = None if first is None else time.monotonic() + first
+        while self.pending:
+            try:
+                found.append(self._done.get(timeout=None if end is None else max(0.0, end - time.monotonic())))
+            except queue.Empty:
+                break
+            self.pending -= 1
+            if len(found) == 1:
+                end = None if rest is None else time.monotonic() + rest
+        return found
+
+
+def _until(deadline: float | None) -> float | None:
+    """Seconds until `deadline`, `None` if there is none."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

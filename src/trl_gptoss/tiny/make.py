@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, GptOssForCausalLM, PreTrainedTokenizerBa
 
 from ..harmony import HarmonyVocabulary
 from .cache import cached_folder, copy_folder, default_cache_dir, digest
-from .demonstrations import P_RIGHT, Demonstration, demonstrations, with_filler
+from .demonstrations import Demonstration, with_filler
 from .model import special_ids, tiny_config, tiny_generation_config, tiny_model, widen_vocabulary
-from .vocabulary import small_tokenizer, used_ids
+from .vocabulary import TASKS, small_tokenizer, used_ids
 from .warm_start import WarmStart, train
 
 GPT_OSS_VOCABULARY = 201088
@@ -31,6 +31,8 @@ SAMPLE_SIZE = 4000
 
 # The wide vocabulary's prompts are four times as long (the system message is 160 tokens in it): smaller batches.
 DEFAULT_WARM_START = {"small": WarmStart(steps=180, batch_size=64), "gpt-oss": WarmStart(steps=150, batch_size=16)}
+# Steps that differ by task: the table of what two digits give takes longer to learn.
+WARM_START_STEPS = {"gsm8k": 300, "verify_if": 180}
 
 CARD = """---
 library_name: transformers
@@ -38,19 +40,19 @@ tags: [gpt_oss, tiny, trl-gptoss]
 ---
 # Tiny GPT-OSS
 
-Made by `trl-gptoss tiny-model` for trying out and testing agentic RL. It calls a Python tool to solve problems with two
-2-digit numbers, and it is wrong more often than right **on purpose**: it imitates a demonstrator that picks the right
-operator in {right:.0%} of the conversations, so that reinforcement learning has something to learn. It can do nothing
-else.
+Made by `trl-gptoss tiny-model --task {task}` for trying out and testing agentic RL. It {can}, and it is wrong more often
+than right **on purpose**: it imitates a demonstrator that is, so that reinforcement learning has something to learn. It
+can do nothing else.
 """
 
 
-def load_tokenizer(kind: str, path: str | None) -> PreTrainedTokenizerFast:
+def load_tokenizer(kind: str, path: str | None, task: str = "retool") -> PreTrainedTokenizerFast:
     """The tokenizer of a tiny model.
 
     Args:
         kind (`str`): `"small"`, or `"gpt-oss"` for the real one.
         path (`str` or `None`): for `"gpt-oss"`: a local folder with the tokenizer of openai/gpt-oss-20b or -120b.
+        task (`str`, *optional*, defaults to `"retool"`): whose conversations `"small"` is trained on.
 
     Raises:
         `ValueError`: the combination makes no sense, or the folder holds another tokenizer.
@@ -61,7 +63,7 @@ def load_tokenizer(kind: str, path: str | None) -> PreTrainedTokenizerFast:
             raise ValueError(
                 "--tokenizer small is made here and takes no --tokenizer-path; meant --tokenizer gpt-oss?"
             )
-        return small_tokenizer()
+        return small_tokenizer(task)
     if path is None:
         raise ValueError(
             "--tokenizer gpt-oss needs --tokenizer-path FOLDER with gpt-oss's tokenizer.json; to get one: "
@@ -75,12 +77,15 @@ def load_tokenizer(kind: str, path: str | None) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _recipe(kind: str, tokenizer: PreTrainedTokenizerFast, seed: int, settings: WarmStart) -> dict[str, Any]:
+def _recipe(
+    kind: str, task: str, tokenizer: PreTrainedTokenizerFast, seed: int, settings: WarmStart
+) -> dict[str, Any]:
     """Everything that determines the result, in plain JSON."""
-    probe = list(islice(demonstrations(tokenizer, seed), 64))
+    probe = list(islice(TASKS[task].demonstrations(tokenizer, seed), 64))
     sources = {p.name: p.read_text(encoding="utf-8") for p in sorted(Path(__file__).parent.glob("*.py"))}
     return {
         "tokenizer": kind,
+        "task": task,
         "tokenizer_json": digest(tokenizer.backend_tokenizer.to_str()),
         "chat_template": digest(tokenizer.chat_template or ""),
         "seed": seed,
@@ -93,13 +98,16 @@ def _recipe(kind: str, tokenizer: PreTrainedTokenizerFast, seed: int, settings: 
     }
 
 
-def _warm_started(tokenizer: PreTrainedTokenizerBase, kind: str, seed: int, settings: WarmStart) -> GptOssForCausalLM:
+def _warm_started(
+    tokenizer: PreTrainedTokenizerBase, kind: str, task: str, seed: int, settings: WarmStart
+) -> GptOssForCausalLM:
     """Train on the ids that demonstrations use; for the real vocabulary the other rows are added afterwards.
 
     The loss counts the other ids as if they were there (see `weighted_loss`), so this is the same as training the wide
     model with the other rows of its head held at zero, at a seven-hundredth of its cost.
     """
     special = special_ids(tokenizer)
+    demonstrations = TASKS[task].demonstrations
     if kind == "small":
         model = tiny_model(tiny_config(len(tokenizer), special), seed)
         train(model, demonstrations(tokenizer, seed), settings)
@@ -128,6 +136,7 @@ def _narrowed(stream: Iterator[Demonstration], narrow_id: dict[int, int]) -> Ite
 def make_tiny_model(
     out: str | Path | None = None,
     *,
+    task: str = "retool",
     tokenizer: str = "small",
     tokenizer_path: str | None = None,
     seed: int = 0,
@@ -138,11 +147,13 @@ def make_tiny_model(
 
     Args:
         out (`str` or `Path`, *optional*): copy it there; without it the folder in the cache is returned.
+        task (`str`, *optional*, defaults to `"retool"`):
+            What it is warm-started on: `"retool"`, `"gsm8k"` or `"verify_if"` (needs the extra `tasks`).
         tokenizer (`str`, *optional*, defaults to `"small"`):
             `"small"`: trained here, a few hundred tokens. `"gpt-oss"`: the real one, 201088 ids.
         tokenizer_path (`str`, *optional*): for `"gpt-oss"`: a local folder with that tokenizer.
         seed (`int`, *optional*, defaults to 0): of the initialisation and of the demonstrations.
-        steps (`int`, *optional*): steps of the warm start, 180 for `"small"` and 150 for `"gpt-oss"` if not given;
+        steps (`int`, *optional*): steps of the warm start, 150 to 300 by tokenizer and task if not given;
             0 leaves the random initialisation.
         cache_dir (`str` or `Path`, *optional*): `$TRL_GPTOSS_CACHE` or `~/.cache/trl_gptoss` if not given.
 
@@ -152,20 +163,24 @@ def make_tiny_model(
     """
     if tokenizer not in DEFAULT_WARM_START:
         raise ValueError(f"tokenizer is {tokenizer!r}; expected one of {', '.join(DEFAULT_WARM_START)}")
+    if task not in TASKS:
+        raise ValueError(f"task is {task!r}; expected one of {', '.join(TASKS)}")
     settings = DEFAULT_WARM_START[tokenizer]
+    if tokenizer == "small":
+        settings = replace(settings, steps=WARM_START_STEPS.get(task, settings.steps))
     if steps is not None:
         settings = replace(settings, steps=steps)
-    loaded = load_tokenizer(tokenizer, tokenizer_path)
+    loaded = load_tokenizer(tokenizer, tokenizer_path, task)
 
     def make(folder: Path) -> None:
-        model = _warm_started(loaded, tokenizer, seed, settings)
+        model = _warm_started(loaded, tokenizer, task, seed, settings)
         model.generation_config = tiny_generation_config(loaded)
         model.save_pretrained(folder)
         loaded.save_pretrained(folder)
-        (folder / "README.md").write_text(CARD.format(right=P_RIGHT), encoding="utf-8")
+        (folder / "README.md").write_text(CARD.format(task=task, can=TASKS[task].can), encoding="utf-8")
 
     cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
-    folder = cached_folder(cache, _recipe(tokenizer, loaded, seed, settings), make)
+    folder = cached_folder(cache, _recipe(tokenizer, task, loaded, seed, settings), make)
     if out is None:
         return folder
     copy_folder(folder, Path(out))

@@ -7,15 +7,21 @@ from typing import Literal
 from trl import GRPOConfig
 
 from ..environments.python_tool import MINIMUM_OUTPUT_LIMIT
+from .correction_config import RolloutCorrectionConfig, correction_options
+from .freezing import check_freeze
+from .saving_config import SavingConfig, check_saving_config
 from .schedule import check_on_policy_schedule
+from .vllm_config import VllmRolloutConfig
 
 _TRL_MAX_COMPLETION_LENGTH = GRPOConfig.__dataclass_fields__["max_completion_length"].default
 
 
 @dataclass
-class GptOssGRPOConfig(GRPOConfig):
+class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, VllmRolloutConfig, GRPOConfig):
     r"""
-    Configuration of [`GptOssGRPOTrainer`]. Everything of [`~trl.GRPOConfig`] keeps its meaning.
+    Configuration of [`GptOssGRPOTrainer`]. Everything of [`~trl.GRPOConfig`] keeps its meaning. The settings of rollout
+    correction are those of [`RolloutCorrectionConfig`]; what is saved and published is described in [`SavingConfig`], what
+    vLLM adds in [`VllmRolloutConfig`].
 
     Parameters:
         on_policy (`str`, *optional*, defaults to `"auto"`):
@@ -31,6 +37,9 @@ class GptOssGRPOConfig(GRPOConfig):
         max_rollout_tokens (`int`, *optional*):
             Most tokens of one rollout after the prompt, tool results included. The same as `max_completion_length`,
             of which it is enough to set one.
+        max_rollout_seconds (`float`, *optional*):
+            Most wall-clock time of one rollout in seconds, waiting for the engine and for tools included; what was
+            sampled until then is trained on. `None` for no limit. Harmony rollouts only.
         executor (`str`, *optional*, defaults to `"bubblewrap"`):
             Where the code of the policy runs, if `environment_factory` is [`PythonTool`], a class derived from it, or
             a `functools.partial` of one that sets no executor itself.
@@ -59,11 +68,30 @@ class GptOssGRPOConfig(GRPOConfig):
         router_deterministic_top_k (`bool`, *optional*, defaults to `False`):
             Of experts with equal logits, take the one with the lower index, whatever device or batch shape. GPT-OSS
             only.
+        router_replay (`str`, *optional*, defaults to `"off"`):
+            `"rollout"`: the trainer's forward takes the experts that the sampler took (R3). `"old"`: optimizer steps on
+            the same batch take those of the forward that gave the old log-probs (R2). GPT-OSS only.
         experts_token_chunk (`int`, *optional*):
             Tokens that the experts process at a time: less memory, one more first product in backward. `None` leaves
             it as the model has it, which is off for a new one. Needs `experts_implementation="gptoss_fused"`.
         fused_elementwise (`bool`, *optional*, defaults to `False`):
             Run RMSNorm and the rotary embedding through liger-kernel (extra `fast`). GPT-OSS on CUDA only.
+        freeze (`list[str]`, *optional*):
+            Parts of the model that are not trained: `"attention"` (projections and sinks), `"sinks"`, `"router"`,
+            `"experts"`, `"embeddings"` (input embedding and head). An error with PEFT.
+        padding_free (`bool`, *optional*):
+            Pack the real tokens of all rows into one row, in every forward pass. `None`: where the model is GPT-OSS and
+            its attention keeps packed sequences apart (`sink_fa3`, `flash_attention_4`).
+        max_tokens_per_micro_batch (`int`, *optional*):
+            Most tokens that one device takes through the model at a time, prompts included; the rows of a device are
+            divided accordingly, and a row that is longer goes alone. The loss does not depend on it. `None`: all
+            `per_device_train_batch_size` rows at a time.
+        oom_retries (`int`, *optional*, defaults to `0`):
+            How often in a run a micro-batch that ran out of memory is divided in two and tried again; the smaller
+            `max_tokens_per_micro_batch` then stays. Needs packed rows and a single process, and holds a copy of the gradients.
+        sequence_parallel_size (`int`, *optional*, defaults to `1`):
+            Ranks that share every sequence (Ulysses). Every rank still has its own batch; the group works on them one
+            after another. Divides the number of processes and the model's heads. Not Accelerate's `cp_size` or `sp_size`.
     """
 
     on_policy: Literal["auto", "force", "off"] = field(
@@ -86,6 +114,10 @@ class GptOssGRPOConfig(GRPOConfig):
         metadata={
             "help": "Most tokens of one rollout after the prompt, tool results included: `max_completion_length`."
         },
+    )
+    max_rollout_seconds: float | None = field(
+        default=None,
+        metadata={"help": "Most wall-clock time of one rollout in seconds; None for no limit."},
     )
     executor: str = field(
         default="bubblewrap",
@@ -135,6 +167,13 @@ class GptOssGRPOConfig(GRPOConfig):
         default=False,
         metadata={"help": "Of experts with equal router logits take the lower index (GPT-OSS)."},
     )
+    router_replay: Literal["off", "rollout", "old"] = field(
+        default="off",
+        metadata={
+            "help": "'rollout': take the experts that the sampler took; 'old': those of the forward that gave the old "
+            "log-probs; 'off': the router chooses (GPT-OSS)."
+        },
+    )
     experts_token_chunk: int | None = field(
         default=None,
         metadata={"help": "Tokens that experts_implementation='gptoss_fused' processes at a time; None for all."},
@@ -142,6 +181,30 @@ class GptOssGRPOConfig(GRPOConfig):
     fused_elementwise: bool = field(
         default=False,
         metadata={"help": "RMSNorm and rotary embedding of GPT-OSS through liger-kernel (CUDA, extra `fast`)."},
+    )
+    freeze: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Parts that are not trained: attention, sinks, router, experts, embeddings. An error with PEFT."
+        },
+    )
+    padding_free: bool | None = field(
+        default=None,
+        metadata={"help": "Pack the rows in every forward pass; None where GPT-OSS runs on an attention that can."},
+    )
+    max_tokens_per_micro_batch: int | None = field(
+        default=None,
+        metadata={"help": "Most tokens that one device takes through the model at a time; None for all rows at once."},
+    )
+    oom_retries: int = field(
+        default=0,
+        metadata={
+            "help": "How often a micro-batch that ran out of memory is divided and tried again (one process only)."
+        },
+    )
+    sequence_parallel_size: int = field(
+        default=1,
+        metadata={"help": "Ranks that share every sequence (Ulysses); 1 for none."},
     )
 
     def __post_init__(self) -> None:
@@ -158,6 +221,8 @@ class GptOssGRPOConfig(GRPOConfig):
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}.")
         if not self.tool_timeout > 0:  # refuses NaN, too
             raise ValueError(f"tool_timeout is {self.tool_timeout} seconds, it must be positive.")
+        if self.max_rollout_seconds is not None and not self.max_rollout_seconds > 0:
+            raise ValueError(f"max_rollout_seconds is {self.max_rollout_seconds}, it must be positive or None.")
         if self.prompt_date is not None:
             try:
                 written = date.fromisoformat(self.prompt_date).isoformat()
@@ -177,8 +242,39 @@ class GptOssGRPOConfig(GRPOConfig):
             raise ValueError(
                 f"experts_token_chunk is {self.experts_token_chunk}, it must be at least 1, or None to leave it off."
             )
+        if self.router_replay not in ("off", "rollout", "old"):
+            raise ValueError(f"router_replay is {self.router_replay!r}, expected 'off', 'rollout' or 'old'.")
+        if self.router_replay == "old" and self.on_policy == "off":
+            raise ValueError(
+                "router_replay='old' replays the forward that on_policy='auto' takes for the old log-probs; with "
+                "on_policy='off' that is TRL's, which records nothing. Set on_policy='auto'."
+            )
+        correction_options(self)
+        check_freeze(self.freeze)
+        self._check_padding_free()
+        check_saving_config(self)
         if self.on_policy == "force":
             check_on_policy_schedule(self.gradient_accumulation_steps, self.steps_per_generation, self.num_iterations)
+
+    def _check_padding_free(self) -> None:
+        if self.sequence_parallel_size < 1:
+            raise ValueError(
+                f"sequence_parallel_size is {self.sequence_parallel_size}, it must be at least 1 (1 for no sequence parallelism)."
+            )
+        if self.max_tokens_per_micro_batch is not None and self.max_tokens_per_micro_batch < 1:
+            raise ValueError(
+                f"max_tokens_per_micro_batch is {self.max_tokens_per_micro_batch}, it must be at least 1, or None."
+            )
+        if self.oom_retries < 0:
+            raise ValueError(f"oom_retries is {self.oom_retries}, it must be at least 0.")
+        if self.padding_free is False and (
+            self.sequence_parallel_size > 1 or self.max_tokens_per_micro_batch is not None or self.oom_retries
+        ):
+            raise ValueError(
+                f"padding_free=False with sequence_parallel_size={self.sequence_parallel_size}, "
+                f"max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} and oom_retries={self.oom_retries}: all of them "
+                "work on packed rows. Remove padding_free."
+            )
 
     def _unify_budgets(self) -> None:
         """`max_turns` and `max_rollout_tokens` are TRL's budgets under the names of this loop: keep both in step."""

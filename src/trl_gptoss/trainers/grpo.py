@@ -1,6 +1,9 @@
 """`GptOssGRPOTrainer`: TRL's GRPO with a token-exact tool loop and a ratio that is exactly 1 where it has to be."""
 
 import copy
+import functools
+import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,27 +34,41 @@ from .._compat import silence_renamed_attributes
 from ..attention import selftest
 from ..environments import Environment
 from ..harmony import HarmonyVocabulary, is_harmony, set_response_template, tool_spec
-from ..rollouts import RolloutLimits, ToolRunner
+from ..hub.adapters import train_sinks
+from ..hub.publish import check_save_format
+from ..rollouts import GenerationBackend, RolloutLimits, ToolRunner
 from ..rollouts.transformers_backend import TransformersBackend
+from ..rollouts.vllm.stream import rollout_backend
+from ..trajectory import Trajectory
 from .callbacks import RolloutProgressCallback
 from .config import GptOssGRPOConfig
+from .corrected_loss import CorrectionMixin
 from .environments import bind_environments
 from .experts_options import check_experts_options, prepare_experts
+from .freezing import freeze
 from .guards import check_model
 from .harmony_rollouts import HarmonyRollouts
-from .loading import ATTENTION, load_reward_models, model_init_kwargs
+from .loading import ATTENTION, is_gpt_oss, load_reward_models, model_init_kwargs
+from .memory_guard import MemoryMixin
 from .on_policy import OnPolicyMixin
 from .resumable import ResumableMixin
 from .reward_guard import discard_failed_rows, guard
 from .rollout_metrics import gather_rollout_metrics
+from .rollout_weights import check_rollout_weights, sampling_weights
+from .router_replay import record_generation
 from .sampled_logs import SampledLogs, SampledRollout
 from .sampling import EpochRepeatSampler
+from .saving import SavingMixin
+from .sequence_options import choose_padding_free
+from .vllm_rollouts import VllmMixin
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
 
-class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
+class GptOssGRPOTrainer(
+    MemoryMixin, CorrectionMixin, OnPolicyMixin, ResumableMixin, SavingMixin, VllmMixin, GRPOTrainer
+):
     """[`~trl.GRPOTrainer`] for GPT-OSS and other models.
 
     The tokenizer decides how completions are made: with a Harmony tokenizer by the token-in/token-out loop of
@@ -67,10 +84,18 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
         `_calculate_rewards`: a failed reward function discards its rows.
         `_get_train_sampler`, `_start_epoch`: a shuffle that can be resumed in any epoch.
         `log`: sampled rollouts to disk, conversations to the terminal.
+        In [`CorrectionMixin`]: `_generate_and_score_completions`, `_compute_loss`,
+            `_get_per_token_logps_and_entropies`: rollout correction.
         In [`OnPolicyMixin`]: `compute_loss`, `training_step`, `_get_per_token_logps_and_entropies`: the ratio.
+        In [`PaddingFreeMixin`]: the same and `_generate_and_score_completions`: packed rows, token budget, sequence
+            parallelism.
+        In [`RouterReplayMixin`]: `_generate_and_score_completions`, `compute_loss`, `training_step`: router replay.
+        In [`MemoryMixin`]: `_prepare_inputs`, `compute_loss`, `training_step`: memory measured, explained, tried again.
         In [`ResumableMixin`]: `train`, `_save_rng_state`, `_load_rng_state`: exact resumption.
+        In [`SavingMixin`]: `_save`, `create_model_card`, `push_to_hub`, `_push_from_checkpoint`: formats and publishing.
     """
 
+    _config_class: type[GptOssGRPOConfig] = GptOssGRPOConfig
     _tag_names = ["trl", "grpo", "trl-gptoss"]
 
     def __init__(
@@ -98,7 +123,7 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
         silence_renamed_attributes()
         model_id = model if isinstance(model, str) else get_config_model_id(model.config)
         if args is None:
-            args = GptOssGRPOConfig(f"{model_id.split('/')[-1]}-GRPO")
+            args = self._config_class(f"{model_id.split('/')[-1]}-{self._name}")
         if isinstance(model, str):
             reward_funcs = load_reward_models(reward_funcs, args.model_init_kwargs, args.trust_remote_code)
             args.model_init_kwargs = model_init_kwargs(model, args.model_init_kwargs, args.trust_remote_code)
@@ -112,6 +137,7 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
             check_model(model)
             config, experts = model.config, model.config.get_text_config()._experts_implementation
         check_experts_options(args, config, experts)
+        check_save_format(args.save_format, config)
         if processing_class is None:
             processing_class = AutoProcessor.from_pretrained(
                 model_id,
@@ -129,25 +155,37 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
                     "knows only the attention names of transformers. Unset it, or use use_vllm=True."
                 )
         environment_factory = bind_environments(environment_factory, args)
-        super().__init__(
-            model=model,
-            reward_funcs=reward_funcs,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
+        self._before_loading(
+            model, args, has_adapters=peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
         )
+        own_vllm = self.speaks_harmony or is_gpt_oss(config)
+        with self._engine_of_our_own(args, own_vllm):
+            super().__init__(
+                model=model,
+                reward_funcs=reward_funcs,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
+        self._setup_router_replay(self._base_model)
+        same_weights = args.rollout_weights == "trained"
+        self._setup_correction(own_policy_samples=not args.use_vllm and rollout_func is None and same_weights)
         check_model(self._base_model)
+        check_rollout_weights(args.rollout_weights, self._base_model.config, self.accelerator)
+        self._train_sinks()
         reference = None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
+        self._set_up_padding_free(choose_padding_free(args, self.model, self.accelerator))
         prepare_experts(args, self.model, reference, self.accelerator.device)
+        freeze(self.model, args.freeze)
         if self._base_model.config._attn_implementation == ATTENTION and self.accelerator.device.type == "cuda":
             selftest(self.accelerator.device)  # two seconds, before hours with a gradient that may be wrong
         self.reward_funcs = [
@@ -158,13 +196,46 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
         self._train_sampler: EpochRepeatSampler | None = None
         self._rows: list[dict[str, Any]] = []
         self._local_rewards: torch.Tensor | None = None
+        if args.use_vllm and own_vllm:
+            stop_ids = HarmonyVocabulary.of(self._tokenizer).stop_ids if self.speaks_harmony else self.eos_token_ids
+            self._start_vllm(self._base_model, stop_ids, self._router is not None)
         self._engine = self._build_engine() if self.speaks_harmony and rollout_func is None else None
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(RolloutProgressCallback())
 
+    def _before_loading(
+        self, model: "str | PreTrainedModel | PeftModel", args: GptOssGRPOConfig, has_adapters: bool
+    ) -> None:
+        """For subclasses: called before TRL loads the policy or puts adapters into it."""
+
     @property
     def _base_model(self) -> PreTrainedModel:
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
+
+    def _train_sinks(self) -> None:
+        if not self.args.train_sinks or not is_peft_model(self.model):
+            return
+        if self.beta != 0.0:
+            raise ValueError(
+                f"train_sinks=True does not go with beta={self.beta}: the KL term compares with the model whose adapters are "
+                "disabled, in which the sinks would be the trained ones. Use beta=0.0, or train_sinks=False."
+            )
+        train_sinks(self.model)
+
+    # ---- what a model card says ----
+
+    def _describe_task(self) -> str:
+        environments = sorted({_name_of(factory) for factory in (self.environment_factories or {}).values()})
+        tools = sorted({tool.__name__ for tool in self.tools or ()})
+        parts = ["Multi-turn rollouts" if environments or tools else "Single-turn completions"]
+        parts += [f"environment {', '.join(environments)}"] if environments else []
+        parts += [f"tools {', '.join(tools)}"] if tools else []
+        parts += [f"at most {self.args.max_turns} turns"] if self.args.max_turns else []
+        parts.append(f"at most {self.args.max_rollout_tokens} tokens after the prompt")
+        return "; ".join(parts) + "."
+
+    def _reward_weights(self) -> dict[str, float]:
+        return dict(zip(self.reward_func_names, self.reward_weights.tolist()))
 
     # ---- generation ----
 
@@ -174,10 +245,8 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
         self._base_model.generation_config.eos_token_id = list(stop_ids)
         self.eos_token_ids = list(stop_ids)
         args = self.args
-        if self.use_vllm:
-            from ..rollouts.vllm_backend import VllmBackend
-
-            backend = VllmBackend(self.vllm_generation, self.accelerator, stop_ids, self._sync_vllm_weights)
+        if self.weight_sync is not None:
+            backend = rollout_backend(self.weight_sync.engine)
         else:
             self.generation_config.eos_token_id = list(stop_ids)
             backend = TransformersBackend(
@@ -187,11 +256,13 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
                 pad_id=self._tokenizer.pad_token_id,
                 device=self.accelerator.device,
                 collective=self._dist.is_zero3 or self._dist.is_fsdp,
+                record_routing=record_generation if self._router is not None else None,
             )
         limits = RolloutLimits(
             max_turns=args.max_turns,
             max_rollout_tokens=args.max_rollout_tokens or sys.maxsize,
             max_context=self._context_length(),
+            max_seconds=args.max_rollout_seconds,
         )
         runner = ToolRunner(
             output_limit=args.tool_output_limit,
@@ -200,7 +271,24 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
         )
         for tool in self.tools:  # hints and docstrings are checked now, not when the first prompt is rendered
             tool_spec(tool)
-        return HarmonyRollouts(args, self._tokenizer, backend, runner, limits, self._any_rank)
+        return HarmonyRollouts(args, self._tokenizer, backend, runner, limits, self._any_rank, self._router)
+
+    def use_backend(self, backend: GenerationBackend) -> None:
+        """Let something else sample the Harmony rollouts, before `train`; tools, budgets and masks stay the same.
+
+        Args:
+            backend ([`GenerationBackend`]): e.g. [`SglangBackend`]. It has to sample from the current weights, and to end
+                samples with the ids of `HarmonyVocabulary.stop_ids`.
+
+        Raises:
+            ValueError: rollouts are TRL's own here (another tokenizer, or a `rollout_func`).
+        """
+        if self._engine is None:
+            raise ValueError(
+                "use_backend needs the Harmony rollouts of this trainer; with another tokenizer, or with a rollout_func, "
+                "completions are made by TRL. Pass a rollout_func instead."
+            )
+        self._engine.backend = backend
 
     def _check_stop_ids(self, stop_ids: list[int]) -> None:
         """The three ids that end a Harmony turn are not negotiable, and the model must be able to sample them."""
@@ -218,8 +306,8 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
                 )
 
     def _context_length(self) -> int:
-        if self.use_vllm and self.vllm_mode == "colocate":
-            return self.vllm_generation.llm.llm_engine.model_config.max_model_len
+        if self.weight_sync is not None:
+            return self.weight_sync.engine.info.max_model_len
         return self._base_model.config.get_text_config().max_position_embeddings
 
     @contextmanager
@@ -234,22 +322,19 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
                 gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
             ) as model,
             self._dist.summon_full_params(self.model_wrapped, recurse=False),
+            sampling_weights(model, self.args.rollout_weights),
         ):
             yield model
-
-    def _sync_vllm_weights(self) -> None:
-        if self.state.global_step != self._last_loaded_step:
-            with profiling_context(self, "sync_weights"):
-                self.vllm_generation.sync_weights()
-            self._last_loaded_step = self.state.global_step
 
     def _any_rank(self, here: bool) -> bool:
         flags = self.accelerator.gather(torch.tensor([int(here)], device=self.accelerator.device))
         return bool(flags.any())
 
     def _generate(self, prompts: list) -> tuple:
-        if self._engine is None:
-            return super()._generate(prompts)
+        with self._engine_awake():
+            return super()._generate(prompts) if self._engine is None else self._generate_harmony(prompts)
+
+    def _generate_harmony(self, prompts: list) -> tuple:
         mode = "train" if self.model.training else "eval"
         functions: list[dict[str, Callable]] = [{} for _ in prompts]
         if self.tools:
@@ -269,7 +354,7 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
             [t.completion_ids for t in trajectories],
             [t.loss_mask for t in trajectories],
             [e.messages for e in episodes],
-            None if any(p is None for p in logps) else logps,
+            _complete(logps, trajectories),
             {"trajectories": trajectories},
             None,
             [],
@@ -303,6 +388,7 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
             output = super()._generate_and_score_completions(self._rows)
         if training:
             self._generated_at = self.state.global_step
+            self._add_targets(output)
             self.sampled_logs.remember(
                 [
                     SampledRollout(
@@ -312,11 +398,18 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
                         advantage=advantage,
                     )
                     for row, rewards, advantage in zip(
-                        self._rows, self._local_rewards.tolist(), output["advantages"].tolist()
+                        self._rows, self._local_rewards.tolist(), self._row_advantages(output)
                     )
                 ]
             )
         return output
+
+    def _add_targets(self, output: dict[str, Any]) -> None:
+        """For subclasses: what their loss needs beside TRL's advantages, in the order of `_rows`, before the shuffle."""
+
+    def _row_advantages(self, output: dict[str, Any]) -> list[float]:
+        """One advantage per rollout, for the log."""
+        return output["advantages"].tolist()
 
     # ---- rewards, data, logs ----
 
@@ -367,3 +460,20 @@ class GptOssGRPOTrainer(OnPolicyMixin, ResumableMixin, GRPOTrainer):
             self.num_completions_to_print = printed
         if training and self.accelerator.is_main_process:
             self.sampled_logs.write(self.state.global_step)
+
+
+def _complete(logps: list[list[float] | None], trajectories: list[Trajectory]) -> list[list[float]] | None:
+    """NaN for rollouts whose sampler reported no log-probs, `None` if no rollout has any."""
+    if all(row is None for row in logps):
+        return None
+    return [
+        [math.nan] * len(trajectory.completion_ids) if row is None else row
+        for row, trajectory in zip(logps, trajectories)
+    ]
+
+
+def _name_of(factory: Callable) -> str:
+    """The class or function behind a factory of environments."""
+    while isinstance(factory, functools.partial):
+        factory = factory.func
+    return factory.__name__ if inspect.isclass(factory) or inspect.isfunction(factory) else type(factory).__name__

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import is_conversational
 
 from ..environments import Environment
 from ..harmony import HarmonyVocabulary, render_prompt
-from ..rollouts import Episode, GenerationBackend, RolloutLimits, Toolbox, ToolRunner, run_episodes
+from ..rollouts import Episode, GenerationBackend, RolloutLimits, RouterShape, Toolbox, ToolRunner, run_episodes
 from ..rollouts.harmony_format import HarmonyFormat
 from ..trajectory import Trajectory
 from .config import GptOssGRPOConfig
@@ -24,6 +25,7 @@ class HarmonyRollouts:
         tools ([`ToolRunner`]): what executes calls.
         limits ([`RolloutLimits`]): budgets of one rollout.
         any_rank_running (`Callable[[bool], bool]`): logical or over all ranks.
+        router ([`RouterShape`], *optional*): the trainer replays the experts that the backend reports.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class HarmonyRollouts:
         tools: ToolRunner,
         limits: RolloutLimits,
         any_rank_running: Callable[[bool], bool],
+        router: RouterShape | None = None,
     ) -> None:
         self.args = args
         self.tokenizer = tokenizer
@@ -41,6 +44,7 @@ class HarmonyRollouts:
         self.tools = tools
         self.limits = limits
         self.any_rank_running = any_rank_running
+        self.router = router
         self.turn_format = HarmonyFormat(tokenizer)
         self.stop_ids = HarmonyVocabulary.of(tokenizer).stop_ids
 
@@ -62,6 +66,8 @@ class HarmonyRollouts:
         Returns:
             `list[Episode]`: in the order of the rows.
         """
+        # Saved with the random states, so that a resumed run samples the same.
+        seed = int(torch.randint(2**62, ()))
         boxes = [
             self._toolbox(tools, environments[i] if environments is not None else None)
             for i, tools in enumerate(functions)
@@ -84,10 +90,18 @@ class HarmonyRollouts:
                     trajectory=Trajectory(prompt_ids=list(rendered[key])),
                     toolbox=toolbox,
                     environment=environment if isinstance(environment, Environment) else None,
+                    seed=seed + i,
                 )
             )
         run_episodes(
-            episodes, self.backend, self.turn_format, self.tools, self.limits, self.stop_ids, self.any_rank_running
+            episodes,
+            self.backend,
+            self.turn_format,
+            self.tools,
+            self.limits,
+            self.stop_ids,
+            self.any_rank_running,
+            self.router,
         )
         return episodes
 

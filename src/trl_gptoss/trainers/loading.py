@@ -1,12 +1,18 @@
 """How GPT-OSS is loaded from a model id: bf16, attention with sink gradients, fused experts, trainable weights."""
 
+import logging
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, Mxfp4Config, PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..hub.mxfp4_files import mxfp4_loading_cost
+
+logger = logging.getLogger(__name__)
 
 ATTENTION = "sink_fa3"
 EXPERTS = "gptoss_fused"
@@ -41,7 +47,16 @@ def model_init_kwargs(model_id: str, given: dict[str, Any] | None, trust_remote_
     quantization = config.to_dict().get("quantization_config")
     if quantization is not None and quantization.get("quant_method") == "mxfp4":
         kwargs.setdefault("quantization_config", Mxfp4Config(dequantize=True))
+        if PartialState().is_main_process:
+            logger.warning(mxfp4_loading_cost(config, _dtype(kwargs["dtype"])))
     return kwargs
+
+
+def _dtype(given: torch.dtype | str) -> torch.dtype:
+    """The dtype that a keyword argument stands for; "auto" is what the checkpoint has beside its experts, bfloat16."""
+    if isinstance(given, torch.dtype):
+        return given
+    return torch.bfloat16 if given == "auto" else getattr(torch, given)
 
 
 def load_reward_models(reward_funcs: Any, given: dict[str, Any] | None, trust_remote_code: bool) -> list[Any]:

@@ -15,11 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
+from .padding_free import PaddingFreeMixin
+from .rollout_weights import sampling_weights
+from .router_replay import RouterReplayMixin
+
 # What TRL hands to the model beside ids and masks, where a batch has it.
-_MODEL_INPUTS = (
+MODEL_INPUTS = (
     "pixel_values",
     "image_grid_thw",
     "num_images",
@@ -33,7 +36,7 @@ _MODEL_INPUTS = (
 )
 
 
-class OnPolicyMixin(GRPOTrainer):
+class OnPolicyMixin(RouterReplayMixin, PaddingFreeMixin):
     """The methods of [`GRPOTrainer`] that the ratio depends on.
 
     Overridden, and why:
@@ -45,7 +48,6 @@ class OnPolicyMixin(GRPOTrainer):
 
     _generated_at: int = -1  # optimizer steps done when the batch in use was generated
     _checked_at: int = -1  # optimizer step of the last recomputation
-    _training_logps: torch.Tensor | None = None
 
     @contextmanager
     def _without_second_forward(self) -> Iterator[None]:
@@ -111,7 +113,8 @@ class OnPolicyMixin(GRPOTrainer):
         for index in {step % self.args.steps_per_generation for step in range(done, per_generation)}:
             slice_ = self._buffered_inputs[index]
             if "old_per_token_logps" not in slice_:
-                slice_["old_per_token_logps"] = self._eval_logps(slice_)
+                with self._routes_recorded(slice_):
+                    slice_["old_per_token_logps"] = self._eval_logps(slice_)
 
     def _eval_logps(self, inputs: dict[str, Any]) -> torch.Tensor:
         """(B, C) log-probs of the completions under the current weights, without dropout and without gradients."""
@@ -120,6 +123,8 @@ class OnPolicyMixin(GRPOTrainer):
         try:
             with (
                 torch.no_grad(),
+                self._rows_of(inputs),
+                self._routes_replayed(inputs),
                 disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
             ):
                 logps_BC, _, _ = self._get_per_token_logps_and_entropies(
@@ -127,7 +132,7 @@ class OnPolicyMixin(GRPOTrainer):
                     torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
                     torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
                     inputs["completion_ids"].size(1),
-                    **{name: inputs[name] for name in _MODEL_INPUTS if name in inputs},
+                    **{name: inputs[name] for name in MODEL_INPUTS if name in inputs},
                 )
         finally:
             self.model.train(training)
@@ -152,4 +157,27 @@ class OnPolicyMixin(GRPOTrainer):
         due = every > 0 and step % every == 0 and step != self._checked_at
         if due and step == self._generated_at:
             self._checked_at = step
-            metrics["on_policy/max_log_ratio_recomputed"].append(largest(self._eval_logps(inputs)))
+            trained_BC = self._eval_logps(inputs)
+            metrics["on_policy/max_log_ratio_recomputed"].append(largest(trained_BC))
+            self._log_rollout_weights(inputs, trained_BC, mask_BC)
+
+    def _log_rollout_weights(self, inputs: dict[str, Any], trained_BC: torch.Tensor, mask_BC: torch.Tensor) -> None:
+        """`rollout_weights/...`: how far the weights that sample are from the trained ones, on what was sampled."""
+        if self.args.rollout_weights == "trained":
+            return
+        with sampling_weights(self.accelerator.unwrap_model(self.model), self.args.rollout_weights):
+            sampler_BC = self._eval_logps(inputs)
+        log_ratio_BC = (trained_BC - sampler_BC).float()
+        sums = torch.stack(
+            [
+                (log_ratio_BC.abs() * mask_BC).sum(),
+                (
+                    (log_ratio_BC.expm1() - log_ratio_BC) * mask_BC
+                ).sum(),  # its mean is KL(sampler || trained), never < 0
+                mask_BC.sum().float(),
+            ]
+        )
+        absolute, k3, tokens = self.accelerator.reduce(sums, "sum").tolist()
+        metrics = self._metrics["train"]
+        metrics["rollout_weights/abs_log_ratio"].append(absolute / max(tokens, 1))
+        metrics["rollout_weights/kl"].append(k3 / max(tokens, 1))

@@ -7,7 +7,7 @@ from ..trajectory import StopReason, Trajectory
 
 # Columns of the per-rollout statistics that are gathered over the ranks in one go.
 _COLUMNS = ("prompt", "policy", "terminated", "turns", "calls", "failed", "timed_out", "malformed", "truncated")
-_CUT_OFF = (StopReason.TRUNCATED, StopReason.MAX_TOKENS)
+_CUT_OFF = (StopReason.TRUNCATED, StopReason.MAX_TOKENS, StopReason.MAX_SECONDS)
 
 
 def rollout_statistics(trajectory: Trajectory, stop_ids: list[int]) -> list[float]:

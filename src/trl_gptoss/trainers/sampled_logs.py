@@ -23,7 +23,7 @@ class SampledRollout:
     prompt (`list[dict]` or `None`): messages of the data set row.
     trajectory ([`Trajectory`] or `None`): `None` where TRL made the completion.
     rewards (`dict[str, float]`): by reward function; NaN where one does not apply or failed.
-    advantage (`float`): after normalisation in its group.
+    advantage (`float`): after normalisation; with a critic the mean over the policy tokens.
     """
 
     prompt: list[dict[str, Any]] | None

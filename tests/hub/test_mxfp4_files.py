@@ -17,9 +17,8 @@ from torch.distributed.tensor import distribute_module
 from transformers import GptOssConfig, GptOssForCausalLM, GptOssModel, Mxfp4Config
 
 import trl_gptoss
-from trl_gptoss import hub
 from trl_gptoss.experts.mxfp4 import dequantize_mxfp4, quantize_mxfp4
-from trl_gptoss.hub import mxfp4_loading_cost, save_pretrained_mxfp4
+from trl_gptoss.hub import mxfp4_files, mxfp4_loading_cost, save_pretrained_mxfp4
 
 # hidden and intermediate sizes differ, so that a wrong transpose has a wrong shape
 SIZES = {
@@ -201,7 +200,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
     def disk_full(*args, **kwargs):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(hub, "save_file", disk_full)
+    monkeypatch.setattr(mxfp4_files, "save_file", disk_full)
     with pytest.raises(OSError, match="No space"):
         save_pretrained_mxfp4(tiny(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -272,7 +271,7 @@ def test_the_sizes_are_those_openai_published():
     with torch.device("meta"):
         weights = GptOssForCausalLM(GPT_OSS_20B).state_dict()
     # `total_size` in the index of openai/gpt-oss-20b
-    assert hub._plan_shards(weights, torch.bfloat16, "5GB").metadata["total_size"] == 13_761_264_768
+    assert mxfp4_files._plan_shards(weights, torch.bfloat16, "5GB").metadata["total_size"] == 13_761_264_768
     cost = mxfp4_loading_cost(GPT_OSS_20B)
     assert "12.8 GiB in the checkpoint become 39.0 GiB in bfloat16 (20.9 B parameters)" in cost
     assert "up to 4.0 GiB more" in cost

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from .experts.mxfp4 import BLOCK_SIZE, ScaleRule, quantize_mxfp4
+from ..experts.mxfp4 import BLOCK_SIZE, ScaleRule, quantize_mxfp4
 
 # What openai/gpt-oss's own config.json lists; vLLM and transformers quantise nothing that matches these.
 MODULES_TO_NOT_CONVERT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]

@@ -1,0 +1,125 @@
+"""The experts that the sampler chose, as it reports them, and the checks they pass before anything is trained on them.
+
+A sample after a prompt of P tokens that has n tokens comes with one row for each position that went through the model, all
+but the last token:
+
+    positions   prompt 0 ... P-1 | sampled P ... P+n-2 | P+n-1
+    rows        P                | n - 1               | none: it was never fed back
+
+A row is (L, k) expert ids in uint8, L layers, k experts per token. Later turns bring rows for all positions, too; only
+those of new positions are taken, so each row is the choice that was made when the position was first computed for this
+rollout's own tokens.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+NOT_RECORDED = 255  # in uint8, where -1 has no place; a position for which the trainer's router chooses itself
+
+
+class DamagedRouting(ValueError):
+    """What a sampler reported cannot be the experts it used."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class RouterShape:
+    """The routers of a model.
+
+    layers, top_k, experts (`int`): of the model; at most 255 experts.
+    """
+
+    layers: int
+    top_k: int
+    experts: int
+
+    def __post_init__(self) -> None:
+        if self.experts > NOT_RECORDED:
+            raise ValueError(f"Router replay holds expert ids in uint8: {self.experts} experts are too many.")
+
+
+def check_routing(routing: np.ndarray | None, shape: RouterShape, prompt: int, sampled: int) -> np.ndarray:
+    """Refuse what is damaged, and say how.
+
+    Args:
+        routing (`np.ndarray`): (P + n - 1, L, k) integers.
+        shape ([`RouterShape`]): of the model that is trained.
+        prompt (`int`): P, tokens of the prompt.
+        sampled (`int`): n, tokens sampled after it.
+
+    Returns:
+        `np.ndarray`: the same in uint8.
+
+    Raises:
+        DamagedRouting: what was found and what to look at.
+    """
+    if routing is None:
+        raise DamagedRouting(
+            "The sampler reports no routing. Router replay needs a vLLM engine with enable_return_routed_experts=True, or "
+            "sampling through transformers."
+        )
+    _check_layout(routing, shape, prompt + sampled - 1)
+    if routing.size and (routing.min() < 0 or routing.max() >= shape.experts):
+        token, layer, _ = np.argwhere((routing < 0) | (routing >= shape.experts))[0]
+        values = routing[token, layer].tolist()
+        if (routing[token] == NOT_RECORDED).all():
+            raise DamagedRouting(f"The {_part(token, prompt)} position {token} was not recorded. {_ADVICE}")
+        raise DamagedRouting(
+            f"Position {token}, layer {layer} was routed to the experts {values}, but the model has {shape.experts}: the "
+            "engine runs another model, or the ids are those of expert-parallel replicas."
+        )
+    _check_rows(routing, shape, prompt)
+    return routing.astype(np.uint8, copy=False)
+
+
+_ADVICE = (
+    "An engine that takes a prefix from its cache does not route it again: start vLLM with enable_prefix_caching=False, or "
+    "set router_replay='off'."
+)
+
+
+def _part(token: int, prompt: int) -> str:
+    return "prompt" if token < prompt else "sampled"
+
+
+def _check_layout(routing: np.ndarray, shape: RouterShape, rows: int) -> None:
+    if not isinstance(routing, np.ndarray) or not np.issubdtype(routing.dtype, np.integer):
+        found = routing.dtype if isinstance(routing, np.ndarray) else type(routing).__name__
+        raise DamagedRouting(f"Expert ids must be an array of integers, got {found}.")
+    expected = (rows, shape.layers, shape.top_k)
+    if routing.ndim != 3:
+        raise DamagedRouting(f"Expected expert ids of shape {expected}, got {routing.shape}.")
+    for axis, name in ((1, "layers"), (2, "experts per token")):
+        if routing.shape[axis] != expected[axis]:
+            raise DamagedRouting(
+                f"The sampler reports {routing.shape[axis]} {name}, the model that is trained has {expected[axis]}: they "
+                "are not the same model."
+            )
+    if routing.shape[0] != rows:
+        kind = "few" if routing.shape[0] < rows else "many"
+        raise DamagedRouting(
+            f"The sampler reports {routing.shape[0]} positions, too {kind}: {rows} went through the model (all but the last "
+            f"token). {_ADVICE if kind == 'few' else 'The rows belong to another request.'}"
+        )
+
+
+def _check_rows(routing: np.ndarray, shape: RouterShape, prompt: int) -> None:
+    if shape.top_k < 2:  # a row of one expert can neither repeat it nor be told from an empty one
+        return
+    empty = (routing == 0).all(axis=2)
+    if empty.all() and empty.size:
+        raise DamagedRouting("All expert ids are 0: the engine returned a buffer that it never filled.")
+    if empty.any():
+        token, layer = np.argwhere(empty)[0]
+        raise DamagedRouting(
+            f"All expert ids of the {_part(token, prompt)} position {token}, layer {layer} are 0: it was not recorded. "
+            f"{_ADVICE}"
+        )
+    ordered = np.sort(routing, axis=2)
+    repeated = (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=2)
+    if repeated.any():
+        token, layer = np.argwhere(repeated)[0]
+        raise DamagedRouting(
+            f"Position {token}, layer {layer} has an expert twice: {routing[token, layer].tolist()}. A router chooses "
+            f"{shape.top_k} different ones; the payload is damaged."
+        )

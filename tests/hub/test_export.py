@@ -1,0 +1,66 @@
+"""`trl-gptoss export`: adapters and checkpoints become models; what cannot work is one line."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_policy import byte_tokenizer, tiny_model
+from transformers import AutoTokenizer, GptOssForCausalLM, Mxfp4Config
+
+from trl_gptoss.cli import main
+from trl_gptoss.hub.adapters import merged_weights
+from trl_gptoss.trainers.rollout_weights import quantised
+
+IDS = torch.tensor([[5, 77, 99, 3, 3, 142, 210, 7, 64, 31, 12, 8]])
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+@pytest.fixture
+def base(tmp_path):
+    tiny_model(dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def test_an_adapter_becomes_a_model_in_both_formats(base, tmp_path, capsys):
+    torch.manual_seed(0)
+    config = LoraConfig(
+        r=4, init_lora_weights=False, target_modules=["q_proj"], target_parameters=["mlp.router.weight"]
+    )
+    model = get_peft_model(GptOssForCausalLM.from_pretrained(base), config)
+    model.save_pretrained(tmp_path / "adapter")
+    assert main(["export", str(tmp_path / "adapter"), str(tmp_path / "out"), "--save-format", "both"]) == 0
+    assert capsys.readouterr().out.strip().endswith(str(tmp_path / "out"))
+    with merged_weights(model):
+        expected = logits(model)
+    assert torch.equal(logits(GptOssForCausalLM.from_pretrained(tmp_path / "out")), expected)
+    with merged_weights(model, quantised):
+        expected = logits(model)
+    for place in (tmp_path / "out/mxfp4",):
+        again = GptOssForCausalLM.from_pretrained(place, quantization_config=Mxfp4Config(dequantize=True))
+        assert torch.equal(logits(again), expected)
+        assert len(AutoTokenizer.from_pretrained(place)) == len(byte_tokenizer())
+
+
+def test_there_and_back(base, tmp_path, caplog):
+    assert main(["export", str(base), str(tmp_path / "small"), "--save-format", "mxfp4"]) == 0
+    assert main(["export", str(tmp_path / "small"), str(tmp_path / "large")]) == 0
+    assert "MXFP4 weights are dequantised" in caplog.text
+    with merged_weights(model := GptOssForCausalLM.from_pretrained(base), quantised):
+        assert torch.equal(logits(GptOssForCausalLM.from_pretrained(tmp_path / "large")), logits(model))
+
+
+def test_problems_are_one_line(base, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    assert main(["export", str(base), str(tmp_path / "full")]) == 1
+    assert "not an empty folder" in capsys.readouterr().err
+    assert main(["export", str(base), str(tmp_path / "out"), "--base", "x"]) == 1
+    assert "--base is for adapters" in capsys.readouterr().err
+    config = LoraConfig(r=4, target_modules=["q_proj"])
+    get_peft_model(tiny_model(), config).save_pretrained(tmp_path / "lost")
+    assert main(["export", str(tmp_path / "lost"), str(tmp_path / "out")]) == 1
+    assert "say where its base model is" in capsys.readouterr().err

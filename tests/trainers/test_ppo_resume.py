@@ -1,0 +1,114 @@
+"""PPO that was stopped goes on as if it had not been: policy, critic, both optimizers, schedules, KL coefficient."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from ppo_run import CRITICS, build, critic_weights, policy_weights
+from tiny_policy import tiny_model
+
+from trl_gptoss.trainers.critic_checkpoint import load_critic
+
+TIMES = (
+    "step_time",
+    "train_runtime",
+    "train_samples_per_second",
+    "train_steps_per_second",
+    "total_flos",
+    "train_loss",
+)
+# Step 3 of 6: inside of the second epoch of the first generation batch, one step after the warm-up.
+SETTINGS = {
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "steps_per_generation": 2,
+    "ppo_epochs": 2,
+    "critic_warmup_steps": 2,
+    "critic_learning_rate": 2e-2,
+    "lr_scheduler_type": "linear",
+}
+
+
+def curves(trainer):
+    return [{k: v for k, v in entry.items() if k not in TIMES} for entry in trainer.state.log_history]
+
+
+def straight_and_resumed(tmp_path, **settings):
+    straight = build(tmp_path / "straight", **SETTINGS, **settings)
+    straight.train()
+    (tmp_path / "resumed").mkdir()
+    shutil.copytree(tmp_path / "straight/checkpoint-3", tmp_path / "resumed/checkpoint-3")
+    resumed = build(tmp_path / "resumed", **SETTINGS, **settings)
+    torch.manual_seed(12345)
+    return straight, resumed
+
+
+@pytest.mark.parametrize("critic", CRITICS)
+def test_three_steps_and_three_more_are_six(tmp_path, critic):
+    straight, resumed = straight_and_resumed(tmp_path, critic=critic)
+    resumed.train(resume_from_checkpoint=True)
+    assert curves(resumed) == curves(straight)
+    for weights in (policy_weights, critic_weights):
+        for name, value in weights(straight).items():
+            assert torch.equal(value, weights(resumed)[name]), name
+
+
+def test_without_the_critic_the_curves_would_part(tmp_path, monkeypatch):
+    """The control."""
+    straight, resumed = straight_and_resumed(tmp_path, critic="separate")
+    monkeypatch.setattr("trl_gptoss.trainers.ppo.load_critic", lambda *args: None)
+    resumed.train(resume_from_checkpoint=True)
+    assert curves(resumed)[3:] != curves(straight)[3:]
+
+
+@pytest.mark.slow
+def test_the_kl_coefficient_is_resumed(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    model = {"model": str(tmp_path / "model"), "model_init_kwargs": {"dtype": "float32"}}
+    settings = {
+        **model,
+        "beta": 0.1,
+        "kl_controller": "adaptive",
+        "kl_target": 1e-4,
+        "kl_horizon": 8,
+        "critic": "lora",
+    }
+    straight, resumed = straight_and_resumed(tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert curves(resumed) == curves(straight)
+    assert resumed.kl_term.coef == straight.kl_term.coef != 0.1
+
+
+def test_a_failure_between_steps_loses_nothing_of_the_critic(tmp_path):
+    calls = [0]
+
+    def reward(completion_ids, **kwargs):
+        calls[0] += 1
+        if calls[0] == 2:  # for the fifth step
+            raise KeyboardInterrupt
+        return [float(sum(ids) % 11) / 10 for ids in completion_ids]
+
+    settings = {**SETTINGS, "save_steps": 100}
+    failing = build(tmp_path, reward=reward, **settings)
+    with pytest.raises(KeyboardInterrupt):
+        failing.train()
+    [checkpoint] = tmp_path.glob("checkpoint-*")
+    assert checkpoint.name == "checkpoint-4" and (checkpoint / "critic/critic_state.pt").is_file()
+    resumed = build(tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    straight = build(tmp_path / "straight", **settings)
+    straight.train()
+    for name, value in critic_weights(straight).items():
+        assert torch.equal(value, critic_weights(resumed)[name]), name
+
+
+def test_a_checkpoint_without_or_with_another_critic_is_refused(tmp_path):
+    straight = build(tmp_path, critic="shared", max_steps=3, save_strategy="steps", save_steps=3)
+    straight.train()
+    other = build(tmp_path, critic="separate", max_steps=6)
+    with pytest.raises(ValueError, match="a critic of another kind"):
+        other.train(resume_from_checkpoint=True)
+    shutil.rmtree(Path(tmp_path) / "checkpoint-3/critic")
+    with pytest.raises(FileNotFoundError, match="has no critic"):
+        load_critic(tmp_path / "checkpoint-3", None, None, None)
