@@ -51,8 +51,9 @@ test-slow: lint
 wheels: setup-dev
 	PYTHON=$(PY) scripts/build_wheels.sh dist
 
-docs: setup-dev
-	$(PY) -m mkdocs build --strict
+docs:
+	@scripts/setup_env.sh dev,docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 constraints: setup-dev
 	{ head -2 constraints.txt; $(PY) -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.new

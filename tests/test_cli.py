@@ -57,9 +57,36 @@ def test_a_wrong_tiny_model_is_one_line_and_status_1(tmp_path, capsys):
     assert "--tokenizer-path" in capsys.readouterr().err
 
 
-def test_env_names_versions(capsys):
+def test_env_is_what_a_bug_report_needs(capsys, monkeypatch):
     import transformers
 
+    monkeypatch.setenv("TRL_GPTOSS_ATTENTION", "reference")
+    monkeypatch.setenv("HF_ENDPOINT", "https://me:secret-of-mine@example.com/hub")
+    monkeypatch.setenv("LOCAL_KERNELS", "kernels-community/sink-fa3=/home/me/kernel")
     assert main(["env"]) == 0
-    lines = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
-    assert lines["transformers"].strip() == transformers.__version__
+    out = capsys.readouterr().out
+    lines = {
+        label: value.strip() for label, value in (re.split(r"\s{2,}", line, maxsplit=1) for line in out.splitlines())
+    }
+    assert lines["transformers"] == transformers.__version__ and lines["TRL_GPTOSS_ATTENTION"] == "reference"
+    assert lines["attention"].startswith("reference on ") and lines["attention: reference"] == "usable"
+    for label in (
+        "platform",
+        "python",
+        "cpus",
+        "memory",
+        "cuda",
+        "driver",
+        "nvcc",
+        "kernel library",
+        "sandbox",
+        "kernels",
+    ):
+        assert lines[label], label
+    assert "secret-of-mine" not in out and "/home/me" not in out
+
+
+def test_env_says_why_a_forced_backend_cannot_run(capsys, monkeypatch):
+    monkeypatch.setenv("TRL_GPTOSS_ATTENTION", "warp")
+    assert main(["env"]) == 0
+    assert "names no backend" in capsys.readouterr().out

@@ -32,7 +32,9 @@ COMMANDS = {
     "export": Command(
         "merge an adapter, convert a checkpoint (bf16, MXFP4), push it", "trl_gptoss.hub.export_command"
     ),
+    "plan": Command("predict memory and time of a run, and the settings that make it fit", "trl_gptoss.plan_command"),
     "report": Command("make report.html from a run directory", "trl_gptoss.report.command"),
+    "doctor": Command("find out why engine and trainer disagree about log-probs", "trl_gptoss.doctor.command"),
     "env": Command("print the versions and devices a bug report needs", "trl_gptoss.system_info"),
 }
 

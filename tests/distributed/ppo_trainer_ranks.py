@@ -1,7 +1,7 @@
 """Four PPO steps by one process or by two (torchrun); the arguments are a folder and what to run.
 
 Rollouts depend on their prompt alone, so that one process with eight rows and two with four each train on the same data:
-completions of 1 to 12 tokens in micro-batches of two. Weights go to `<what>_<world size>_<rank>.pt`.
+completions of 1 to 12 tokens in micro-batches of two. `<critic>-sp` shares every sequence between two ranks. Weights go to `<what>_<world size>_<rank>.pt`.
 """
 
 import os
@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import torch
 from peft import LoraConfig
 from ppo_run import build, critic_weights, logged, policy_weights
+from tiny_policy import tiny_model
 
 torch.set_num_threads(1)
 FOLDER = Path(sys.argv[1])
@@ -27,10 +28,16 @@ def by_prompt(prompt: list[int], _: random.Random) -> list[int]:
 
 def run(what: str) -> None:
     critic, _, broken = what.partition("_")
+    critic, _, shares = critic.partition("-")
+    model = tiny_model()
+    model.set_attn_implementation("sink_fa3")
     trainer = build(
         FOLDER / f"{what}_{WORLD}",
         script=by_prompt,
         critic=critic,
+        model=model,
+        padding_free=bool(shares),
+        sequence_parallel_size=2 if shares else 1,
         lora=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if critic == "lora" else None,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=4 // WORLD,
@@ -42,7 +49,6 @@ def run(what: str) -> None:
         critic_learning_rate=0.2,
         lr_scheduler_type="constant",
         bootstrap_truncated=True,
-        entropy_coef=0.01,
     )
     with torch.no_grad():  # the policy's second adapter factor starts at 0, which would hide most of its gradient
         generator = torch.Generator().manual_seed(0)
@@ -56,7 +62,7 @@ def run(what: str) -> None:
     trainer.train()
     curves = {
         name: logged(trainer, name)
-        for name in ("value_loss", "policy_loss", "explained_variance", "returns/mean", "advantages/std", "entropy")
+        for name in ("value_loss", "policy_loss", "explained_variance", "returns/mean", "advantages/std")
     }
     weights = {**policy_weights(trainer), **{f"critic {n}": p for n, p in critic_weights(trainer).items()}}
     torch.save({"weights": weights, "curves": curves}, FOLDER / f"{what}_{WORLD}_{RANK}.pt")

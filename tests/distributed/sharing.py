@@ -1,6 +1,7 @@
 """Ranks that share sequences, against one process; run by torchrun.
 
-Arguments: a folder for `<cell>_<rank>.json`, then cells such as `ddp,2,full,checkpointing,float64`. Each takes three
+Arguments: a folder for `<cell>_<rank>.json`, then cells such as `ddp,2,full,checkpointing,float64` or `wrong,first_sinks`
+(see `wrong_sharing.py`). Each takes three
 optimizer steps through the trainer's own loss; the oracle runs the same on one process, one document at a time, with
 transformers' eager attention and experts and a loss written out here.
 """
@@ -14,7 +15,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
@@ -24,8 +24,18 @@ from tiny_policy import byte_tokenizer, tiny_model
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from trl.trainer.utils import FusedCausalLMOutput
+from wrong_sharing import wrong
 
-from trl_gptoss.parallelism import assert_sharded, shard_mesh, shard_model, zero3_config
+from trl_gptoss.parallelism import (
+    assert_sharded,
+    full_state_dict,
+    load_full_state_dict,
+    load_sharded,
+    save_sharded,
+    shard_mesh,
+    shard_model,
+    zero3_config,
+)
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer
 
 torch.set_num_threads(1)
@@ -127,7 +137,7 @@ def trainer_of(model, size, checkpointing, level, **settings):
         per_device_train_batch_size=4,
         num_generations=4,
         bf16=False,
-        use_cpu=True,
+        use_cpu="deepspeed" not in settings,  # asked for the CPU, Accelerate leaves DeepSpeed out without a word
         report_to="none",
         save_strategy="no",
         gradient_checkpointing=checkpointing,
@@ -155,10 +165,10 @@ def named(model):
     return {n.removeprefix("module."): p for n, p in model.named_parameters() if p.requires_grad}
 
 
-def difference(ours, theirs):
-    """Largest error relative to the largest entry, over all tensors."""
+def difference(ours, theirs, relative=True):
+    """Largest error over all tensors; relative to each tensor's largest entry, or absolute (parameters are about 0.1)."""
     assert ours.keys() == theirs.keys()
-    scale = {n: x.abs().max().clamp(min=1e-30) for n, x in theirs.items()}
+    scale = {n: x.abs().max().clamp(min=1e-30) if relative else 1.0 for n, x in theirs.items()}
     return max(float((ours[n].detach() - x).abs().max() / scale[n]) for n, x in theirs.items())
 
 
@@ -166,17 +176,17 @@ def optimizer_of(model):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-5)
 
 
-def one_process(kind, dtype, level):
-    """Loss, gradients and parameters of every step."""
+def one_process(kind, dtype, level, steps, batches=WORLD):
+    """Loss, gradients and parameters of every step, for the mean over `batches` ranks."""
     model = policy(kind, dtype)
     (model.get_base_model() if kind == "lora" else model).set_attn_implementation("eager")
     (model.get_base_model() if kind == "lora" else model).set_experts_implementation("eager")
     train_sinks(model)
     optimizer, seen = optimizer_of(model), []
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
-        losses = [loss_of_one_process(model, batch(rank, step, dtype), level) for rank in range(WORLD)]
-        (sum(losses) / WORLD).backward()
+        losses = [loss_of_one_process(model, batch(rank, step, dtype), level) for rank in range(batches)]
+        (sum(losses) / batches).backward()
         grads = {n: p.grad.clone() for n, p in named(model).items()}
         optimizer.step()
         seen.append((losses[RANK].item(), grads, {n: p.detach().clone() for n, p in named(model).items()}))
@@ -206,6 +216,8 @@ def plain_parameters(model):
 
 def zero3_step(engine, optimizer, loss):
     """What Accelerate's backward does, with a look at the gradients before the step."""
+    import deepspeed
+
     engine.set_gradient_accumulation_boundary(True)
     engine.backward(loss, scale_wrt_gas=False)
     grads = {n: deepspeed.utils.safe_get_full_grad(p).clone() for n, p in named(engine).items()}
@@ -214,15 +226,18 @@ def zero3_step(engine, optimizer, loss):
 
 
 def zero3_parameters(engine):
+    import deepspeed
+
     return {n: deepspeed.utils.safe_get_full_fp32_param(p).clone() for n, p in named(engine).items()}
 
 
-def cell(wrapper, size, kind, checkpointing, dtype, level="token", head="exact", budget=None):
+def cell(wrapper, size, kind, checkpointing, dtype, level="token", head="exact", budget=None, steps=STEPS):
     dtype = {"float64": torch.float64, "float32": torch.float32}[dtype]
     size, budget = int(size), None if budget is None else int(budget)
     settings = {"max_tokens_per_micro_batch": budget}
     if wrapper == "zero3":
-        settings["deepspeed"] = {**zero3_config(bf16=False), "train_micro_batch_size_per_gpu": 4}
+        sizes = {"train_micro_batch_size_per_gpu": 4, "train_batch_size": 4 * WORLD, "gradient_accumulation_steps": 1}
+        settings["deepspeed"] = {**zero3_config(bf16=False), **sizes}
     trainer = trainer_of(policy(kind, dtype), size, checkpointing == "checkpointing", level, **settings)
     if head == "exact":
         exact_head(trainer._base_model)
@@ -237,7 +252,7 @@ def cell(wrapper, size, kind, checkpointing, dtype, level="token", head="exact",
         optimizer = optimizer_of(model)
         step_of, read = plain_step, plain_parameters
     worst = {"loss": 0.0, "gradients": 0.0, "parameters": 0.0}
-    for step, (loss, grads, parameters) in enumerate(one_process(kind, dtype, level)):
+    for step, (loss, grads, parameters) in enumerate(one_process(kind, dtype, level, steps)):
         model.train()
         inputs = batch(RANK, step, dtype)
         last = trainer.compute_loss(model, inputs)
@@ -245,26 +260,65 @@ def cell(wrapper, size, kind, checkpointing, dtype, level="token", head="exact",
         ours = last.item() if trainer._reported_loss is None else trainer._reported_loss.item()
         worst["loss"] = max(worst["loss"], abs(ours - loss))
         worst["gradients"] = max(worst["gradients"], difference(found, grads))
-        worst["parameters"] = max(worst["parameters"], difference(read(model), parameters))
+        worst["parameters"] = max(worst["parameters"], difference(read(model), parameters, relative=False))
     worst["tensors"] = len(grads)
     worst["world"], worst["group"] = dist.get_world_size(), trainer._sequence_group.size if size > 1 else 1
     return worst
 
 
-@contextlib.contextmanager
-def patched(owner, name, value):
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+def resumed_cell(phase, size):
+    """FSDP2: four ranks take two steps and save, fewer ranks load and take the third. Each rank owns its share of the
+    four batches."""
+    trainer = trainer_of(policy("lora", torch.float64), int(size), False, "token")
+    exact_head(trainer._base_model)
+    train_sinks(trainer.model)
+    model = wrapped("fsdp2", trainer.model)
+    optimizer = optimizer_of(model)
+    if phase == "load":
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7)  # nothing but the checkpoint may be what goes on
+        load_sharded(FOLDER / "sharded", model, optimizer)
+    own = range(RANK * 4 // WORLD, (RANK + 1) * 4 // WORLD)
+    trainer.current_gradient_accumulation_steps = len(own)  # by which TRL divides
+    for step in (0, 1) if phase == "save" else (2,):
+        model.train()
+        for rank in own:
+            trainer.compute_loss(model, batch(rank, step, torch.float64)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if phase == "save":
+        save_sharded(FOLDER / "sharded", model, optimizer)
+        return {"world": WORLD}
+    parameters = one_process("lora", torch.float64, "token", STEPS, batches=4)[-1][-1]
+    whole_weights = full_state_dict(model)
+    seen = {n: whole(p) for n, p in named(model).items()}
+    same = RANK > 0 or all(bool((whole_weights[n] == x).all()) for n, x in seen.items())
+    if RANK > 0:
+        assert not whole_weights
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7)
+    load_full_state_dict(model, whole_weights)  # from rank 0 to all
+    again = {n: whole(p) for n, p in named(model).items()}
+    same = same and all(bool((again[n] == x).all()) for n, x in seen.items())
+    return {"world": WORLD, "parameters": difference(seen, parameters, relative=False), "same": same}
+
+
+def wrong_cell(name):
+    """How far a wrong variant is off; "none" is the control."""
+    with contextlib.nullcontext() if name == "none" else wrong(name):
+        budget = 8 if "turn" in name else None
+        return cell("ddp", 4, "full", "plain", "float64", steps=1, budget=budget)
 
 
 if __name__ == "__main__":
     if "zero3" not in sys.argv[2]:  # DeepSpeed makes its own
         PartialState(cpu=True)
     for what in sys.argv[2:]:
-        (FOLDER / f"{what}_{RANK}.json").write_text(json.dumps(cell(*what.split(","))))
+        first, *rest = what.split(",")
+        run = {"wrong": wrong_cell, "resumed": resumed_cell}.get(first)
+        seen = cell(first, *rest) if run is None else run(*rest)
+        (FOLDER / f"{what}_{RANK}.json").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""PPO by two processes (DDP) is PPO by one, for every critic."""
+"""PPO by two processes is PPO by one, for every critic: with DDP, and with sequences shared between the two."""
 
 import os
 import socket
@@ -12,6 +12,7 @@ import torch
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("ppo_trainer_ranks.py")
 CRITICS = ("separate", "shared", "lora")
+SHARING = ("separate-sp", "lora-sp")  # a shared critic refuses sequence parallelism
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def folder(tmp_path_factory) -> Path:
         port = probe.getsockname()[1]
     two = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    for launcher, what in (([], CRITICS), (two, (*CRITICS, "shared_broken"))):
+    for launcher, what in (([], CRITICS), (two, (*CRITICS, *SHARING, "shared_broken"))):
         done = subprocess.run(
             [sys.executable, *launcher, str(SCRIPT), str(folder), *what],
             env=environment,
@@ -35,9 +36,10 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("critic", CRITICS)
-def test_two_processes_are_one(folder, critic):
-    one, first, second = (torch.load(folder / f"{critic}_{x}.pt") for x in ("1_0", "2_0", "2_1"))
+@pytest.mark.parametrize("what", [*CRITICS, *SHARING])
+def test_two_processes_are_one(folder, what):
+    one = torch.load(folder / f"{what.partition('-')[0]}_1_0.pt")
+    first, second = (torch.load(folder / f"{what}_2_{rank}.pt") for rank in (0, 1))
     assert first["weights"].keys() == one["weights"].keys()
     for name, value in one["weights"].items():
         torch.testing.assert_close(

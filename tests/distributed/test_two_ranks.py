@@ -33,7 +33,9 @@ def launch(folder, *what, timeout=240):
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     """Starting processes takes longer than what they do: one launch for the fast tests."""
-    return launch(tmp_path_factory.mktemp("ranks"), "unequal", "collective", "vllm", "sharded", "giving_up")
+    return launch(
+        tmp_path_factory.mktemp("ranks"), "unequal", "collective", "vllm", "server_mode", "sharded", "giving_up"
+    )
 
 
 @pytest.mark.parametrize("backend", ["unequal", "collective"])
@@ -51,14 +53,29 @@ def test_unequal_rollouts_do_not_hang_and_every_rank_keeps_its_own(seen, backend
 def test_vllm_server_mode_gives_every_rank_its_own_completions(seen):
     ranks = seen["vllm"]
     assert all(ours for result in ranks for ours, _, _ in result["seen"])
-    assert all(result["synced"] == 5 and result["stop"] == [7, 8] for result in ranks)
     # The control: TRL's client alone mixes the ranks up as soon as rank 1 has another number of prompts than rank 0.
     for (_, control_0, safe), (_, control_1, _) in zip(*(result["seen"] for result in ranks)):
         assert (control_0 and control_1) == safe
 
 
 def test_sharded_weights_with_unequal_rollouts(seen):
-    assert seen["sharded"] == [[True] * 4] * 2
+    assert [result["right"] for result in seen["sharded"]] == [[True] * 4] * 2
+
+
+def test_sharded_weights_are_sent_whole(seen):
+    assert [result["weights"] for result in seen["sharded"]] == [True, True]
+
+
+def test_server_mode_with_unequal_turns_and_a_crashing_tool(seen):
+    ranks = seen["server_mode"]
+    for result in ranks:
+        assert len(result["seen"]) == 2 * 4
+        for number, text, turns, logp in result["seen"]:
+            assert text == str(number) and turns == (4 if number % 2 else 1) and logp == -1.0
+    assert {turns for result in ranks for _, _, turns, _ in result["seen"]} == {1, 4}
+    sent = [version for _, version in ranks[0]["calls"]]
+    assert len(sent) == len(set(sent)) == 2  # once for each generation, not once for each turn or rank
+    assert ranks[0]["probes"] == ranks[1]["probes"] and max(ranks[0]["probes"]) < 1e-5
 
 
 def test_a_reward_that_keeps_failing_on_one_rank_ends_the_run_on_both(seen):

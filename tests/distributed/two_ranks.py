@@ -12,17 +12,24 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from scripted_backend import HarmonyWriter, ScriptedBackend
+from stub_vllm import StubPolicy, StubServer
 from tiny_policy import byte_tokenizer, tiny_model
 from torch.distributed.fsdp import fully_shard
 from transformers import GenerationConfig
+from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_gptoss.harmony import HarmonyVocabulary
+from trl_gptoss.rollouts import SamplingOptions
 from trl_gptoss.rollouts.transformers_backend import TransformersBackend
-from trl_gptoss.rollouts.vllm_backend import VllmBackend
+from trl_gptoss.rollouts.vllm.client import VllmClient
+from trl_gptoss.rollouts.vllm.server import ServerEngine
+from trl_gptoss.rollouts.vllm.snapshot import Snapshot
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer
+from trl_gptoss.trainers.policy_weights import PolicyWeights
 
 torch.set_num_threads(1)
 RANK = int(os.environ["RANK"])
@@ -97,16 +104,35 @@ def collective():
 
 
 class EchoClient:
-    """A vLLM server whose completion is the prompt's first token, repeated as often as the second says."""
+    """TRL's client of a vLLM server whose completion is the prompt's first token, as often as the second says."""
 
     def generate(self, prompts, features, n, max_tokens, **kwargs):
         ids = [[p[0]] * min(p[1], max_tokens) for p in prompts for _ in range(n)]
         return {"prompt_ids": prompts, "completion_ids": ids, "logprobs": [[[-float(t)] for t in row] for row in ids]}
 
 
+class EchoPolicy(StubPolicy):
+    """The same behind our client."""
+
+    def complete(self, body):
+        ids = [body["prompt"][0]] * min(body["prompt"][1], body["max_tokens"])
+        return {"token_ids": ids, "logprobs": {"token_logprobs": [-float(t) for t in ids]}, "finish_reason": "length"}
+
+
+def shared_server(policy):
+    """The URL of one server for both ranks, in the process of rank 0."""
+    server = StubServer(policy()) if RANK == 0 else None
+    [url] = broadcast_object_list([server.url if server else None])
+    return server, url
+
+
 def vllm():
-    """TRL's own server-mode client under our backend, and, as the control, alone."""
+    """Ranks with unequal numbers of rollouts at one server, and, as the control, TRL's client."""
     accelerator = Accelerator(cpu=True)
+    server, url = shared_server(lambda: EchoPolicy(tiny_model()))
+    engine = ServerEngine(
+        VllmClient(url, 10, 60), [7, 8], SamplingOptions(), {}, "file", Snapshot(FOLDER / f"unused_{RANK}")
+    )
     generation = object.__new__(VLLMGeneration)  # its constructor connects to a server
     generation.__dict__.update(
         mode="server", accelerator=accelerator, vllm_client=EchoClient(), temperature=1.0, top_p=1.0, top_k=0
@@ -115,13 +141,11 @@ def vllm():
         min_p=None, repetition_penalty=1.0, max_completion_length=16, logprobs=0, structured_outputs_regex=None
     )
     generation.__dict__.update(generation_kwargs={}, enable_sleep_mode=False)
-    synced = []
-    backend = VllmBackend(generation, accelerator, [7, 8], lambda: synced.append(1))
     seen = []
     for counts in ((3, 1), (1, 4), (0, 2), (2, 0), (2, 2)):
         prompts = [[1000 * RANK + 10 * i + 5, 4 + i] for i in range(counts[RANK])]
         limits = [2 + i for i in range(counts[RANK])]
-        samples = backend.generate(prompts, limits)
+        samples = engine.generate(prompts, limits)
         right = [s.ids == [p[0]] * limit for s, p, limit in zip(samples, prompts, limits)]
         right += [s.logps == [-float(p[0])] * limit for s, p, limit in zip(samples, prompts, limits)]
         _, stock, _, _ = generation.generate(prompts=prompts, images=None, num_generations=1)
@@ -129,7 +153,51 @@ def vllm():
         seen.append(
             [len(samples) == len(prompts) and all(right), all(control), counts[0] == counts[1] or counts[1] == 0]
         )
-    return {"seen": seen, "synced": len(synced), "stop": generation.generation_kwargs["stop_token_ids"]}
+    dist.barrier()
+    if server:
+        server.stop()
+    return {"seen": seen}
+
+
+def server_mode():
+    """GRPO at one server: rank 0 takes one turn, rank 1 calls a tool that crashes; weights are sent by rank 0 alone."""
+    seen = []
+
+    class Scripted(StubPolicy):
+        """Acts by what the prompt says, so that every rollout can be told by its rank."""
+
+        def complete(self, body):
+            if body.get("prompt_logprobs") is not None:
+                return super().complete(body)
+            text = VOCABULARY.decode(body["prompt"])
+            number = int(text.split("say ")[1].split("<")[0])
+            if number % 2 and text.count("<|start|>functions") < 3:
+                ids = WRITE.call("crash", x=f"number {number}")
+            else:
+                ids = WRITE.final(f"number {number} " + "x" * (number % 5))
+            return {"token_ids": ids, "logprobs": {"token_logprobs": [-1.0] * len(ids)}, "finish_reason": "stop"}
+
+    def reward(trajectories, number, **kwargs):
+        for trajectory, n in zip(trajectories, number):
+            seen.append([n, trajectory.final_text.split()[1], len(trajectory.turns), trajectory.sampling_logps[0]])
+        return [float(len(t.completion_ids)) for t in trajectories]
+
+    server, url = shared_server(lambda: Scripted(tiny_model(seed=1), {"max_model_len": 2048}))
+    t = trainer(
+        FOLDER / "server_mode",
+        reward,
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_server_base_url=url,
+        vllm_importance_sampling_correction=False,
+        num_generations=2,
+        max_steps=2,
+    )
+    t.train()
+    calls = server.policy.calls if server else None
+    dist.barrier()
+    probes = [entry["vllm/probe_mean"] for entry in t.state.log_history if "vllm/probe_mean" in entry]
+    return {"seen": seen, "calls": calls, "probes": probes}
 
 
 def sharded():
@@ -157,7 +225,15 @@ def sharded():
         right.append(
             [s.ids for s in ours.generate(prompts, limits)] == [s.ids for s in alone.generate(prompts, limits)]
         )
-    return right
+    return {"right": right, "weights": sharded_weights(model, whole)}
+
+
+def sharded_weights(model, whole):
+    """What a sync would send: every tensor whole and equal, on both ranks."""
+    sharding = DistributedBackend(Accelerator(cpu=True))
+    expected = dict(whole.named_parameters())
+    seen = {name: tensor.clone() for name, tensor in PolicyWeights(model, sharding)}
+    return list(seen) == list(expected) and all(torch.equal(seen[name], expected[name]) for name in expected)
 
 
 def reward_of_length(completion_ids, **kwargs):
@@ -221,7 +297,9 @@ def resumed():
 
 
 for what in sys.argv[2:]:
-    done = {f.__name__: f for f in (unequal, collective, vllm, sharded, straight, stopped, resumed, giving_up)}[what]()
+    done = {
+        f.__name__: f for f in (unequal, collective, vllm, server_mode, sharded, straight, stopped, resumed, giving_up)
+    }[what]()
     report(what, done)
 dist.barrier()
 dist.destroy_process_group()

@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("TRL_GPTOSS_TEST_DATA", ROOT / "../shared/data"))
 
 
-def run_example(out, *arguments):
+def run_example(out, *arguments, recipe="tiny"):
     """Launch the example on the CPU; returns the rows of evaluation.json."""
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     command += ["--config_file", "configs/accelerate/cpu.yaml", "examples/retool.py"]
-    command += ["--config", "configs/recipes/tiny.yaml", "--output_dir", str(out), *map(str, arguments)]
+    command += ["--config", f"configs/recipes/{recipe}.yaml", "--output_dir", str(out), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
@@ -78,13 +78,36 @@ def test_a_short_run_leaves_everything_behind(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_short_run_of_ppo_goes_on_with_its_critic(tmp_path):
+    model = make_tiny_model(tmp_path / "model", steps=2, cache_dir=tmp_path / "cache")
+    small = [
+        "--model_name_or_path", model, "--held_out_size", 6, "--per_device_eval_batch_size", 6,
+        "--per_device_train_batch_size", 8, "--max_rollout_tokens", 24, "--critic_warmup_steps", 1,
+        "--save_strategy", "steps", "--save_steps", 1,
+    ]  # fmt: skip
+    run_example(tmp_path / "out", *small, "--max_steps", 1, recipe="tiny_ppo")
+    rows = run_example(
+        tmp_path / "out", *small, "--max_steps", 2, "--resume_from_checkpoint", "true", recipe="tiny_ppo"
+    )
+    assert len(rows) == 3
+    steps = [e for e in history(tmp_path / "out") if "value_loss" in e]
+    assert [e["critic/warmup"] for e in steps] == [1, 0] and steps[1]["ratio/std"] == 0
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("recipe", ["tiny", "tiny_ppo"])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_rl_turns_the_warm_started_policy_around(tmp_path, seed):
-    before, after, unavailable = (row["accuracy"] for row in run_example(tmp_path, "--seed", seed))
+def test_rl_turns_the_warm_started_policy_around(tmp_path, seed, recipe):
+    rows = run_example(tmp_path, "--seed", seed, recipe=recipe)
+    before, after, unavailable = (row["accuracy"] for row in rows)
     assert 0.15 <= before <= 0.6
     assert after >= before + 0.2
     assert unavailable <= after - 0.2
+    if recipe == "tiny_ppo":
+        explained = [e["explained_variance"] for e in history(tmp_path) if e.get("explained_variance") is not None]
+        assert sum(explained[-10:]) / 10 > 0.3
 
 
 @pytest.fixture(scope="module")

@@ -244,6 +244,15 @@ def test_adaptive_entropy_moves_once_per_step(tmp_path):
         ({"max_tokens_per_micro_batch": 10, "router_aux_loss_coef": 0.1}, "product of means"),
         ({"max_tokens_per_micro_batch": 10, "top_entropy_quantile": 0.5}, "top_entropy_quantile=1.0"),
         ({"max_tokens_per_micro_batch": 10, "entropy_coef": 0.1, "loss_type": "dapo"}, "entropy bonus"),
+        (
+            {
+                "max_tokens_per_micro_batch": 10,
+                "rollout_correction_level": "token",
+                "rollout_correction_mode": "truncate",
+                "loss_type": "bnpo",
+            },
+            "rollout correction keeps",
+        ),
         ({"max_tokens_per_micro_batch": 0}, "at least 1"),
         ({"sequence_parallel_size": 0}, "at least 1"),
         ({"max_tokens_per_micro_batch": 10, "padding_free": False}, "work on packed rows"),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from ppo_run import CRITICS, build, critic_weights, policy_weights
+from tiny_policy import tiny_model
 
 from trl_gptoss.trainers.critic_checkpoint import load_critic
 
@@ -63,7 +64,16 @@ def test_without_the_critic_the_curves_would_part(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_kl_coefficient_is_resumed(tmp_path):
-    settings = {"beta": 0.1, "kl_controller": "adaptive", "kl_target": 1e-4, "kl_horizon": 8, "critic": "lora"}
+    tiny_model().save_pretrained(tmp_path / "model")
+    model = {"model": str(tmp_path / "model"), "model_init_kwargs": {"dtype": "float32"}}
+    settings = {
+        **model,
+        "beta": 0.1,
+        "kl_controller": "adaptive",
+        "kl_target": 1e-4,
+        "kl_horizon": 8,
+        "critic": "lora",
+    }
     straight, resumed = straight_and_resumed(tmp_path, **settings)
     resumed.train(resume_from_checkpoint=True)
     assert curves(resumed) == curves(straight)

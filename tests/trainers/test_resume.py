@@ -281,6 +281,9 @@ def test_only_whole_checkpoints_are_resumed_from(tmp_path):
     assert last_complete_checkpoint(str(tmp_path), 1) == str(tmp_path / "checkpoint-4")
     (tmp_path / "checkpoint-4/loop_state_0.pt").unlink()
     assert last_complete_checkpoint(str(tmp_path), 1) == str(tmp_path / "checkpoint-2")
+    # another number of processes goes on from its weights
+    assert last_complete_checkpoint(str(tmp_path), 2) == str(tmp_path / "checkpoint-2")
+    (tmp_path / "checkpoint-2/loop_state_0.pt").write_bytes(b"not a checkpoint")
     with pytest.raises(ValueError, match="2 process.*checkpoint-2, checkpoint-4, checkpoint-6"):
         last_complete_checkpoint(str(tmp_path), 2)
 

@@ -24,6 +24,8 @@ OVERRIDDEN = {
     "compute_loss": "(self, model, inputs, return_outputs=False, num_items_in_batch=None)",
     "training_step": "(self, model, inputs, num_items_in_batch)",
     "log": "(self, logs: dict[str, float], start_time: float | None = None) -> None",
+    "_prepare_for_training": "(self, max_steps, train_dataloader, resume_from_checkpoint)",
+    "_save_optimizer_and_scheduler": "(self, output_dir: str) -> None",
     "_save_rng_state": "(self, output_dir: str) -> None",
     "_load_rng_state": "(self, checkpoint: str | None) -> None",
 }
@@ -93,6 +95,11 @@ def test_attributes_that_are_read():
     source = inspect.getsource(Trainer)
     for name in ("self._tr_loss", "self._globalstep_last_logged", "self.is_in_train"):
         assert name in source, name
+
+
+def test_the_loss_is_divided_inside_of_compute_loss():
+    """Turns are back-propagated there; a caller that divided what is returned would miss all but the last."""
+    assert GRPOTrainer.loss_is_scaled_for_ga is True
 
 
 def test_the_sampler_and_the_default_that_are_relied_upon():

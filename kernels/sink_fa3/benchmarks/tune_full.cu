@@ -18,22 +18,16 @@ template <typename T>
 static char const* bwd(Problem const& p, BwdArgs const& a, cudaStream_t s, int variant) {
     if (a.deterministic) {
         switch (variant) {
-            case 0: return bwd_launch_config<BwdConfig<T, 4, true, true, Walk::kInStep, 2>>(p, a, s);
-            case 1: return bwd_launch_config<BwdConfig<T, 4, true, true, Walk::kInStep, 3>>(p, a, s);
-            case 2: return bwd_launch_config<BwdConfig<T, 4, true, true, Walk::kInStep, 4>>(p, a, s);
-            case 3: return bwd_launch_config<BwdConfig<T, 4, false, true, Walk::kInStep, 4>>(p, a, s);
+            case 0: return bwd_launch_config<BwdConfig<T, 4, true, true, 2>>(p, a, s);
+            case 1: return bwd_launch_config<BwdConfig<T, 4, true, true, 3>>(p, a, s);
+            case 2: return bwd_launch_config<BwdConfig<T, 4, false, true, 3>>(p, a, s);
         }
         return "no such variant";
     }
     switch (variant) {
-        case 0: return bwd_launch_config<BwdConfig<T, 4, false, false, Walk::kHeadsOutside>>(p, a, s);
-        case 1: return bwd_launch_config<BwdConfig<T, 4, true, false, Walk::kHeadsOutside>>(p, a, s);
-        case 2: return bwd_launch_config<BwdConfig<T, 4, false, false, Walk::kInStep>>(p, a, s);
-        case 3: return bwd_launch_config<BwdConfig<T, 4, true, false, Walk::kInStep>>(p, a, s);
-        case 4: return bwd_launch_config<BwdConfig<T, 4, false, false, Walk::kInStepRotated>>(p, a, s);
-        case 5: return bwd_launch_config<BwdConfig<T, 4, true, false, Walk::kInStepRotated>>(p, a, s);
-        case 6: return bwd_launch_config<BwdConfig<T, 4, true, false, Walk::kHeadsOutside, 3>>(p, a, s);
-        case 7: return bwd_launch_config<BwdConfig<T, 4, true, false, Walk::kInStepRotated, 3>>(p, a, s);
+        case 0: return bwd_launch_config<BwdConfig<T, 4, true, false, 2>>(p, a, s);
+        case 1: return bwd_launch_config<BwdConfig<T, 4, true, false, 3>>(p, a, s);
+        case 2: return bwd_launch_config<BwdConfig<T, 4, false, false, 2>>(p, a, s);
     }
     return "no such variant";
 }
@@ -44,5 +38,5 @@ extern "C" char const* sink_fa3_fwd(Problem const* p, FwdArgs const* a, cudaStre
 extern "C" char const* sink_fa3_bwd(Problem const* p, BwdArgs const* a, cudaStream_t s, int variant) {
     return p->dtype == Dtype::kBf16 ? bwd<__nv_bfloat16>(*p, *a, s, variant) : bwd<__half>(*p, *a, s, variant);
 }
-extern "C" int64_t sink_fa3_fwd_workspace(Problem const* p) { return fwd_workspace(*p, {}).bytes; }
+extern "C" int64_t sink_fa3_fwd_workspace(Problem const* p) { return fwd_workspace(*p, {}, 1).bytes; }
 extern "C" int64_t sink_fa3_bwd_workspace(Problem const* p) { return bwd_workspace(*p).bytes; }

@@ -3,37 +3,23 @@
 
 #include "bwd_params.cuh"
 #include "fwd_mainloop.cuh"  // Ring
-#include "scheduler.cuh"
 
 namespace sink_fa3 {
 
-// The order in which a block walks over its query tiles.
-enum class Walk {
-    // Heads outside, ascending tiles from the diagonal on: spreads concurrent blocks over different dQ tiles.
-    kHeadsOutside,
-    // The last tiles first, heads inside. All blocks of a unit start at the same tile and stay close, so that what they read and
-    // add to is in L2. Deterministic mode needs it: it adds to every dQ tile in ascending order of key blocks, and any order that
-    // starts at the diagonal would make the shorter blocks wait for the longest.
-    kInStep,
-    // The same, each block starting with another head, so that not all add to one dQ tile at a time.
-    kInStepRotated,
-};
-
-template <typename T_, int kStages_, bool kPingPong_, bool kDeterministic_, Walk kWalk_ = kDeterministic_ ? Walk::kInStep : Walk::kHeadsOutside,
-          int kDsBuffers_ = 2>
+template <typename T_, int kStages_, bool kPingPong_, bool kDeterministic_, int kDsBuffers_>
 struct BwdConfig {
     using T = T_;
     static constexpr int kStages = kStages_;
     static constexpr bool kPingPong = kPingPong_;  // the two warpgroups take turns at the tensor cores
     static constexpr bool kDeterministic = kDeterministic_;
-    static constexpr Walk kWalk = kWalk_;
     static constexpr int kDsBuffers = kDsBuffers_;
-    static_assert(kWalk == Walk::kInStep || !kDeterministic, "turns want blocks that follow each other");
     static constexpr int kThreads = 384;
     static constexpr int kDqRegs = 72;
     static constexpr int kConsumerRegs = 216;
 };
 
+// Zeroed where it is made, padding too: ptxas 13.0 gives a vector store with an undefined tail the registers beyond the limit
+// that setmaxnreg set, and the hardware refuses them ("illegal instruction" or "out-of-range address").
 struct alignas(16) BwdItem {
     int q_begin, q_len, k_begin, k_len;
     int kv_head, n, m_min, m_count;  // query tiles m_min .. m_min + m_count - 1 of every head
@@ -48,28 +34,23 @@ struct BwdSmem {
     alignas(1024) uint8_t dout[C::kStages][kBwdRows * 128];
     alignas(1024) uint8_t ds[C::kDsBuffers][kBwdKeys * 128];  // rows are keys, 64 queries each
     alignas(1024) uint8_t staging[kBwdKeys * 128];
-    alignas(16) float rows[C::kStages][2 * kBwdRows];
+    alignas(128) float rows[C::kStages][2 * kBwdRows];
     uint64_t kv_full, item_empty;
     uint64_t full[C::kStages], empty[C::kStages];
     uint64_t ds_full[C::kDsBuffers], ds_empty[C::kDsBuffers];
     BwdItem item;
 };
 
+constexpr int kQueriesInL2 = (24 << 20) / 512;  // whose Q, dO and dQ accumulators of one head fill half of L2
+
 __host__ __device__ __forceinline__ BwdItem bwd_item(BwdParams const& p, int ticket) {
-    constexpr int kTogether = (24 << 20) / 512;  // tokens whose Q, dO and dQ accumulators of one head fill half of L2
-    Place const at = place_of(
-        p.ends, p.batch, p.kv_heads, ticket, [&](int b) { return (p.cu_k[b + 1] - p.cu_k[b] + kBwdKeys - 1) / kBwdKeys; },
-        [&](int b) {
-            int const fit = max(1, min(p.kv_heads, kTogether / max(1, p.cu_q[b + 1] - p.cu_q[b])));
-            int const groups = (p.kv_heads + fit - 1) / fit;
-            return (p.kv_heads + groups - 1) / groups;  // groups of equal size
-        });
-    BwdItem t;
+    Place const at = place_of(p.order, ticket);
+    BwdItem t{};
     t.kv_head = at.unit;
-    t.n = at.nth;  // the first keys are seen by the most queries
     int const b = at.sequence;
     t.k_begin = p.cu_k[b];
     t.k_len = p.cu_k[b + 1] - t.k_begin;
+    t.n = (t.k_len + kBwdKeys - 1) / kBwdKeys - 1 - at.level;  // the first keys are seen by the most queries
     int const k0 = t.n * kBwdKeys;
     t.q_begin = p.cu_q[b];
     t.q_len = p.cu_q[b + 1] - t.q_begin;
@@ -84,25 +65,20 @@ __host__ __device__ __forceinline__ BwdItem bwd_item(BwdParams const& p, int tic
     return t;
 }
 
-template <Walk kWalk>
+// The order in which a block walks over its query tiles: the last tiles first, heads inside. All blocks of a unit start at the same
+// tile and stay close, so that what they read and add to is in L2. Deterministic mode needs it too: it adds to every dQ tile
+// in ascending order of key blocks, and any order that starts at the diagonal would make the shorter blocks wait for the longest.
 struct TileWalk {
-    int m, head, m_min, m_end, head_begin, head_end, head_first;
+    int m, head, head_begin, head_end;
     __device__ __forceinline__ void start(BwdParams const& p, BwdItem const& t) {
-        m_min = t.m_min, m_end = t.m_min + t.m_count;
         head_begin = t.kv_head * p.heads_per_kv, head_end = head_begin + p.heads_per_kv;
-        head_first = kWalk == Walk::kInStepRotated ? head_begin + t.n % p.heads_per_kv : head_begin;
-        m = kWalk == Walk::kHeadsOutside ? m_min : m_end - 1;
-        head = head_first;
+        m = t.m_min + t.m_count - 1;
+        head = head_begin;
     }
     __device__ __forceinline__ void next() {
-        if constexpr (kWalk == Walk::kHeadsOutside) {
-            if (++m == m_end) {
-                m = m_min;
-                ++head;
-            }
-        } else {
-            if (++head == head_end) head = head_begin;
-            if (head == head_first) --m;
+        if (++head == head_end) {
+            head = head_begin;
+            --m;
         }
     }
 };

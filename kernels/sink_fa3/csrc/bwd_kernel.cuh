@@ -109,7 +109,7 @@ __device__ __forceinline__ void bwd_consumer(BwdSmem<C>& sm, BwdParams const& p,
         };
         int const key_first = t.n * kBwdKeys + wg * 64;  // this warpgroup's keys
         int const offset = t.k_len - t.q_len;
-        TileWalk<C::kWalk> at;
+        TileWalk at;
         at.start(p, t);
         int const tiles = t.m_count * p.heads_per_kv;
         // A round issues S and dP of its tile and dV, dK of the tile before (in the first round with P = dS = 0), so that the
@@ -199,7 +199,8 @@ __device__ __forceinline__ void bwd_consumer(BwdSmem<C>& sm, BwdParams const& p,
 template <typename C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     bwd_kernel(__grid_constant__ CUtensorMap const map_q, __grid_constant__ CUtensorMap const map_do,
-               __grid_constant__ CUtensorMap const map_k, __grid_constant__ CUtensorMap const map_v, __grid_constant__ BwdParams const p) {
+               __grid_constant__ CUtensorMap const map_k, __grid_constant__ CUtensorMap const map_v,
+               __grid_constant__ CUtensorMap const map_rows, __grid_constant__ BwdParams const p) {
     extern __shared__ uint8_t raw[];
     BwdSmem<C>& sm = *reinterpret_cast<BwdSmem<C>*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t(1023));
     int const warpgroup = __shfl_sync(0xffffffff, threadIdx.x >> 7, 0);
@@ -219,7 +220,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     __syncthreads();
     if (warpgroup == 0) {
         reg_dec<C::kDqRegs>();
-        bwd_dq_warpgroup<C>(sm, &map_q, &map_do, &map_k, &map_v, p);
+        bwd_dq_warpgroup<C>(sm, &map_q, &map_do, &map_k, &map_v, &map_rows, p);
     } else {
         reg_inc<C::kConsumerRegs>();
         bwd_consumer<C>(sm, p, warpgroup - 1);

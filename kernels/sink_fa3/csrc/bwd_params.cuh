@@ -6,6 +6,7 @@
 #include "launch.h"
 #include "mask.cuh"
 #include "ptx.cuh"
+#include "scheduler.cuh"
 #include "softmax.cuh"
 
 namespace sink_fa3 {
@@ -18,7 +19,7 @@ struct BwdParams {
     int const* cu_q;
     int const* cu_k;
     int batch, total_q, heads, kv_heads, heads_per_kv, slots;
-    int const* ends;  // (batch,), plan_tickets over the key blocks
+    Order order;  // blocks of keys; units are KV heads
     int causal, window;
     float scale, c;       // c = scale * log2(e)
     float const* lse;     // (heads, total_q), natural logarithm

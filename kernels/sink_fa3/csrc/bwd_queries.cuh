@@ -8,14 +8,14 @@ namespace sink_fa3 {
 template <typename C>
 struct QueryLoader {
     Ring<C::kStages> ring;
-    TileWalk<C::kWalk> at;
+    TileWalk at;
     int left;
     __device__ __forceinline__ void start(BwdParams const& p, BwdItem const& t) {
         at.start(p, t);
         left = t.m_count * p.heads_per_kv;
     }
     __device__ __forceinline__ void load_one(BwdSmem<C>& sm, BwdParams const& p, CUtensorMap const* map_q, CUtensorMap const* map_do,
-                                             BwdItem const& t) {
+                                             CUtensorMap const* map_rows, BwdItem const& t) {
         if (left == 0) return;
         --left;
         int const s = ring.stage;
@@ -23,15 +23,24 @@ struct QueryLoader {
         mbar_wait(&sm.empty[s], ring.phase ^ 1);
         mbar_arrive_tx(bar, 2 * kBwdRows * 128 + sizeof(sm.rows[0]));
         tma_load_3d(sm.q[s], map_q, bar, 0, at.head, t.q_begin + at.m * kBwdRows);
-        bulk_load(sm.rows[s], p.rows + (int64_t(at.head) * p.slots + t.slot0 + at.m) * (2 * kBwdRows), sizeof(sm.rows[0]), bar);
+        tma_load_2d(sm.rows[s], map_rows, bar, 0, at.head * p.slots + t.slot0 + at.m);
         tma_load_3d(sm.dout[s], map_do, bar, 0, at.head, t.q_begin + at.m * kBwdRows);
         ring.next();
         at.next();
     }
 };
 
-__device__ __forceinline__ void red_add_v4(float* dst, float a, float b, float c, float d) {
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(dst), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+// Without a branch, which would end up between the products.
+__device__ __forceinline__ void red_or_store_v4(bool store, float* dst, float a, float b, float c, float d) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.u32 p, %5, 0;\n"
+        "@p st.global.v4.f32 [%0], {%1, %2, %3, %4};\n"
+        "@!p red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n"
+        "}" ::"l"(dst),
+        "f"(a), "f"(b), "f"(c), "f"(d), "r"(static_cast<unsigned>(store))
+        : "memory");
 }
 
 // Deterministic mode: key blocks add to a dQ tile in ascending order. Blocks with a smaller index were handed out earlier, so
@@ -57,7 +66,8 @@ __device__ __forceinline__ int turn_of(BwdParams const& p, BwdItem const& t, int
 
 template <typename C>
 __device__ __forceinline__ void bwd_dq_warpgroup(BwdSmem<C>& sm, CUtensorMap const* map_q, CUtensorMap const* map_do,
-                                                 CUtensorMap const* map_k, CUtensorMap const* map_v, BwdParams const& p) {
+                                                 CUtensorMap const* map_k, CUtensorMap const* map_v, CUtensorMap const* map_rows,
+                                                 BwdParams const& p) {
     int const thread = threadIdx.x, lane = thread & 31;
     QueryLoader<C> loader;
     uint32_t phase = 0, ds_phase = 0;
@@ -67,8 +77,8 @@ __device__ __forceinline__ void bwd_dq_warpgroup(BwdSmem<C>& sm, CUtensorMap con
     while (true) {
         if (thread == 0) {
             int const ticket = atomicAdd(p.counter, 1);
-            bool const work = ticket < p.ends[p.batch - 1];
-            BwdItem t;
+            bool const work = ticket < p.order.ends[groups_of(p.order) - 1];
+            BwdItem t{};
             if (work) t = bwd_item(p, ticket);
             mbar_wait(&sm.item_empty, phase ^ 1);
             if (!work) {
@@ -80,7 +90,7 @@ __device__ __forceinline__ void bwd_dq_warpgroup(BwdSmem<C>& sm, CUtensorMap con
                 tma_load_3d(sm.k, map_k, &sm.kv_full, 0, t.kv_head, t.k_begin + t.n * kBwdKeys);
                 tma_load_3d(sm.v, map_v, &sm.kv_full, 0, t.kv_head, t.k_begin + t.n * kBwdKeys);
                 loader.start(p, t);
-                for (int i = 0; i < C::kStages - 1; ++i) loader.load_one(sm, p, map_q, map_do, t);
+                for (int i = 0; i < C::kStages - 1; ++i) loader.load_one(sm, p, map_q, map_do, map_rows, t);
             }
         }
         __syncwarp();
@@ -90,12 +100,12 @@ __device__ __forceinline__ void bwd_dq_warpgroup(BwdSmem<C>& sm, CUtensorMap con
         __syncwarp();
         if (t.end) return;
         if (lane == 0) mbar_arrive(&sm.item_empty);
-        TileWalk<C::kWalk> at;
+        TileWalk at;
         at.start(p, t);
         int* turn = nullptr;  // of the tile before, still to be passed on
         int next_turn = 0;
         for (int i = t.m_count * p.heads_per_kv; i > 0; --i) {
-            if (thread == 0) loader.load_one(sm, p, map_q, map_do, t);
+            if (thread == 0) loader.load_one(sm, p, map_q, map_do, map_rows, t);
             __syncwarp();
             mbar_wait(&sm.ds_full[buffer], ds_phase);
             float dq[32];
@@ -129,16 +139,12 @@ __device__ __forceinline__ void bwd_dq_warpgroup(BwdSmem<C>& sm, CUtensorMap con
                 if (thread == 32) {
                     while (now != mine) now = read_turn(turn);
                 }
+                __syncwarp();
                 bar_sync(1, 128);
             }
-            if (C::kDeterministic && mine == 0) {  // the first to come stores, and nobody has to clear the tile
+            bool const first = C::kDeterministic && mine == 0;  // it stores, and nobody has to clear the tile
 #pragma unroll
-                for (int j = 0; j < 8; ++j)
-                    *reinterpret_cast<float4*>(acc + j * 512) = float4{dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
-            } else {
-#pragma unroll
-                for (int j = 0; j < 8; ++j) red_add_v4(acc + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
-            }
+            for (int j = 0; j < 8; ++j) red_or_store_v4(first, acc + j * 512, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
             at.next();
         }
         if constexpr (C::kDeterministic) pass_turn_after_adds(turn, next_turn);

@@ -15,7 +15,7 @@ char const* launch(Problem const& p, FwdArgs const& a, cudaStream_t stream) {
 
 }  // namespace
 
-int64_t fwd_workspace_bytes(Problem const& p) { return fwd_workspace(p, fwd_plan(p, multiprocessors())).bytes; }
+int64_t fwd_workspace_bytes(Problem const& p) { return fwd_workspace(p, fwd_plan(p, multiprocessors()), 1).bytes; }
 
 char const* fwd_launch(Problem const& p, FwdArgs const& a, cudaStream_t stream) {
     if (p.head_dim != 64) return "sink_fa3 fwd: head_dim must be 64";

@@ -25,10 +25,10 @@ __device__ __forceinline__ void fwd_producer(FwdSmem<C>& sm, CUtensorMap const* 
     Ring<C::kStages> ring;
     uint32_t q_phase = 0;
     uint32_t const q_bytes = 128 * tp.group * tp.tokens;
-    int const tickets = tp.ends[tp.batch - 1] * tp.splits;
+    int const tickets = tp.order.ends[groups_of(tp.order) - 1] * tp.splits;
     while (true) {
         int const ticket = atomicAdd(p.counter, 1);
-        Tile t;
+        Tile t{};
         if (ticket < tickets) t = tile_of<C::kN, C::kSplit>(tp, ticket);
         mbar_wait(&sm.q_empty, q_phase ^ 1);
         q_phase ^= 1;
@@ -124,8 +124,9 @@ __device__ __forceinline__ void fwd_consumer(FwdSmem<C>& sm, FwdParams const& p,
         float mc[2] = {neg_inf(), neg_inf()};
         if (t.n_max > t.n_min) {
             KeyLoop<C>{sm, t, rows, wg, lane, p.c, ring, o, row_sum, mc}.run(KeyRange{last.lo, first.hi});
-        } else if (lane == 0) {
-            mbar_arrive(&sm.q_empty);
+        } else {
+            __syncwarp();  // every lane has read sm.tile
+            if (lane == 0) mbar_arrive(&sm.q_empty);
         }
         float factor[2], lse[2];
         bool valid[2];

@@ -61,23 +61,25 @@ inline FwdPlan fwd_plan(Problem const& pr, int multiprocessors) {
 }
 
 struct FwdWorkspace {
-    int64_t part_out, part_lse, ends, bytes;  // offsets in bytes; the counter comes before `ends`
+    int64_t part_out, part_lse, list, ends, bytes;  // offsets in bytes; the counter comes before `ends`
 };
 
-inline FwdWorkspace fwd_workspace(Problem const& pr, FwdPlan const& plan) {
+inline FwdWorkspace fwd_workspace(Problem const& pr, FwdPlan const& plan, int tokens) {
     auto const up = [](int64_t x) { return (x + 255) / 256 * 256; };
     bool const parts = plan.few_rows || plan.splits > 1;
     int64_t const rows = parts ? int64_t(plan.splits) * pr.total_q * pr.heads : 0;
     FwdWorkspace w{};
     w.part_lse = up(rows * pr.head_dim * 4);
-    w.ends = w.part_lse + up(rows * 4) + 16;
+    w.list = w.part_lse + up(rows * 4);
+    w.ends = w.list + blocks_at_most(pr.total_q, pr.total_q, pr.batch, tokens) * 8 + 16;
     w.bytes = w.ends + int64_t(pr.batch) * 4;
     return w;
 }
 
 template <typename C>
 char const* fwd_launch_config(Problem const& pr, FwdArgs const& a, FwdPlan const& plan, cudaStream_t stream) {
-    FwdWorkspace const w = fwd_workspace(pr, plan);
+    int const group = packed_heads(pr.heads / pr.kv_heads, C::kM), tokens = std::min(C::kM / group, 256);
+    FwdWorkspace const w = fwd_workspace(pr, plan, tokens);
     uint8_t* const ws = static_cast<uint8_t*>(a.workspace);
     FwdParams p{};
     p.sinks = a.sinks;
@@ -92,18 +94,18 @@ char const* fwd_launch_config(Problem const& pr, FwdArgs const& a, FwdPlan const
     p.heads_per_kv = pr.heads / pr.kv_heads;
     p.c = pr.scale * kLog2e;
     TileParams& t = p.tiles;
-    t.cu_q = pr.cu_seqlens_q;
     t.cu_k = pr.cu_seqlens_k;
-    t.ends = ends;
-    t.batch = pr.batch;
     t.splits = plan.splits;
-    t.group = packed_heads(p.heads_per_kv, C::kM);
-    t.tokens = std::min(C::kM / t.group, 256);
-    t.head_groups = pr.heads / t.group;
+    t.group = group;
+    t.tokens = tokens;
+    int const head_groups = pr.heads / t.group;
+    int2* const list = reinterpret_cast<int2*>(ws + w.list);
+    t.order = {pr.cu_seqlens_q, pr.cu_seqlens_k, ends, list, pr.batch, sequences_together(pr.total_k, pr.batch, head_groups, kTokensInL2),
+               t.tokens, head_groups, kTokensInL2};
     t.causal = pr.causal;
     t.window = pr.window;
     if (pr.total_q == 0) return nullptr;
-    int64_t const tickets = blocks_at_most(pr.total_q, pr.max_seqlen_q, pr.batch, t.tokens) * t.head_groups * t.splits;
+    int64_t const tickets = blocks_at_most(pr.total_q, pr.max_seqlen_q, pr.batch, t.tokens) * head_groups * t.splits;
     if (tickets >= (int64_t(1) << 31) - 65536) return "sink_fa3 fwd: total_q * heads is too large";
     if (tickets == 0) return nullptr;
 
@@ -119,7 +121,7 @@ char const* fwd_launch_config(Problem const& pr, FwdArgs const& a, FwdPlan const
     auto* const kernel = fwd_kernel<C>;
     if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem) != cudaSuccess)
         return "sink_fa3 fwd: the device does not offer the shared memory of an sm_90 block";
-    plan_tickets<<<1, kPlanThreads, 0, stream>>>(t.cu_q, t.batch, t.tokens, t.head_groups, p.counter, ends);
+    plan_tickets<<<1, kPlanThreads, 0, stream>>>(t.order, p.counter, ends, list);
     int const blocks = int(std::min<int64_t>(tickets, int64_t(multiprocessors()) * C::kBlocksPerSm));
     kernel<<<blocks, C::kThreads, kSmem, stream>>>(map_q, map_k, map_v, p);
     if constexpr (C::kSplit) {

@@ -260,6 +260,7 @@ struct KeyLoop {
                 n = n_stale - 1;
             }
         }
+        __syncwarp();  // every lane has read sm.tile
         release(&sm.q_empty);
         mbar_wait(&sm.v_full[ring.stage], ring.phase);
         keep(o);

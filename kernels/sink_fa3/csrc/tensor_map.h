@@ -40,4 +40,17 @@ inline bool encode_rows(CUtensorMap* map, Dtype dtype, void const* base, int tot
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+// A box is one row of a contiguous (rows, columns) array of floats.
+inline bool encode_floats(CUtensorMap* map, float const* base, int64_t rows, int columns) {
+    auto const encode = tensor_map_encoder();
+    if (encode == nullptr) return false;
+    cuuint64_t const dims[2] = {cuuint64_t(columns), cuuint64_t(rows)};
+    cuuint64_t const strides[1] = {cuuint64_t(columns) * 4};
+    cuuint32_t const box[2] = {cuuint32_t(columns), 1};
+    cuuint32_t const step[2] = {1, 1};
+    return encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, const_cast<float*>(base), dims, strides, box, step,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 }  // namespace sink_fa3

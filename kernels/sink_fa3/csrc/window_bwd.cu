@@ -1,8 +1,7 @@
 // Backward of the window kernels: one pass over the queries, every product computed once, no atomics.
 //
 // A CTA walks along a chunk of tiles of one KV head. Two warpgroups compute, each for its 8 tokens x 8 heads (64 rows):
-//   S = Q K^T, dP = dO V^T (64 x 136), P = exp2(S - lse), delta = rowsum(P * dP) / (rowsum(P) + P_sink),
-//   dS = P * (dP - delta), dQ = dS K.
+//   S = Q K^T, dP = dO V^T (64 x 136), P = exp2(S - lse), delta = rowsum(P * dP), dS = P * (dP - delta), dQ = dS K.
 // With all keys of a row present, delta needs no O. P and dS go to shared memory, transposed; warpgroup 0 then accumulates
 // dV^T += dO^T P and warpgroup 1 dK^T += Q^T dS (64 x 144, in registers) over the 128 rows of the tile. When a tile is done, no
 // later query sees the oldest of its 9 key blocks: it is written out, and the other columns move up.
@@ -100,6 +99,22 @@ __device__ __forceinline__ void store_dq(CUtensorMap const* map, uint8_t* rows, 
     }
 }
 
+// P carries the error of an lse in float32, 1e-3 for scores of 1e4. Dividing by what a row really sums to removes that from delta,
+// and so from rows that are almost one-hot, whose dS is what the difference dP - delta leaves. A branch, because for scores of
+// ordinary size there is nothing to gain, and the additions would cost 15 % of the kernel's time.
+__device__ __forceinline__ void normalise_delta(float (&delta)[2], float const (&s)[kCols / 2], float const (&lse2)[2], float sink2) {
+    constexpr float kLarge = 128.f;  // the last bit of a larger one is 1.5e-5 or more
+    if (!__any_sync(0xffffffff, fabsf(lse2[0]) > kLarge || fabsf(lse2[1]) > kLarge)) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float all = 0.f;
+#pragma unroll
+        for (int b = 0; b < kColBlocks; ++b) all += s[4 * b + 2 * r] + s[4 * b + 2 * r + 1];
+        all = quad_sum(all) + (sink2 == lse2[r] ? 1.f : exp2_approx(sink2 - lse2[r]));
+        if (all > 0.f) delta[r] *= __frcp_rn(all);
+    }
+}
+
 template <typename T, int kWG>
 __device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int first, int count) {
     int const thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, quad = lane % 4;
@@ -182,10 +197,6 @@ __device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int f
         mask_scores(s, lo, hi, 2 * warp, quad);
 #pragma unroll
         for (int i = 0; i < kCols / 2; ++i) s[i] = exp2_approx(fmaf(s[i], p.scale_log2, -lse2[i / 2 % 2]));
-        float p_sum[2] = {0.f, 0.f};
-#pragma unroll
-        for (int i = 0; i < kCols / 2; ++i) p_sum[i / 2 % 2] += s[i];
-        keep(p_sum);
         keep(s);
 
         wgmma_wait<1>();
@@ -230,8 +241,6 @@ __device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int f
             break;
         }
 
-        // P carries the error of an lse in float32: 1e-3 for scores of 1e4. Dividing by what the row sums to removes that from
-        // delta, and so from rows that are almost one-hot, whose dS is what the difference leaves.
         float delta[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -241,11 +250,10 @@ __device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int f
                 sum0 = fmaf(s[4 * b + 2 * r], dp[4 * b + 2 * r], sum0);
                 sum1 = fmaf(s[4 * b + 2 * r + 1], dp[4 * b + 2 * r + 1], sum1);
             }
-            float const p_sink = sink2 == lse2[r] ? 1.f : exp2_approx(sink2 - lse2[r]);
-            float const all = quad_sum(p_sum[r]) + p_sink;
-            delta[r] = all > 0.f ? quad_sum(sum0 + sum1) * __frcp_rn(all) : 0.f;
-            dsink -= p_sink * delta[r];
+            delta[r] = quad_sum(sum0 + sum1);
+            dsink -= (sink2 == lse2[r] ? 1.f : exp2_approx(sink2 - lse2[r])) * delta[r];
         }
+        normalise_delta(delta, s, lse2, sink2);
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j) {
 #pragma unroll

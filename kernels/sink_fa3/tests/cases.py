@@ -69,7 +69,7 @@ def make(c: dict, seed: int):
     s = {
         None: None, "randn": rnd(c["h"]) * 1.5, "inf": torch.full((c["h"],), INF, device="cuda"), "-inf": torch.full((c["h"],), -INF, device="cuda"),
         "1e4": torch.full((c["h"],), 1e4, device="cuda"), "-1e4": torch.full((c["h"],), -1e4, device="cuda"),
-        "mixed": torch.tensor([INF, -INF, 1e4, -1e4, 0.0, 5.0, -5.0, 50.0] * 8, device="cuda")[: c["h"]],
+        "mixed": torch.tensor([INF, -INF, 1e4, -1e4, 0.0, 5.0, -5.0, 50.0] * 16, device="cuda")[: c["h"]],
     }[c["sink"]]  # fmt: skip
     do = rnd(*q.shape).to(c["dtype"])
     return q, k, v, s, do, lq, lk

@@ -38,7 +38,9 @@ def attention(
     """q (total_q, H, D), k/v (total_k, KV, D) -> out, lse (H, total_q) and, with dout, dq, dk, dv, dsinks, all in `dtype`.
 
     "dsinks_scale" is the root sum of squares of P_sink |dO_i| |O_i|: dsinks itself is a sum of terms of either sign whose
-    rounding errors are relative to these, so that an error relative to dsinks says little (0.1 % or 100 % by chance).
+    rounding errors are relative to these, so that an error relative to dsinks says little (0.1 % or 100 % by chance). "dq_scale"
+    and "dk_scale" are the same for their norms, from P (|dP| + |dO_i| |O_i|): with few rows, or rows that are almost one-hot, dq
+    and dk are what cancellation leaves.
 
     `bf16_like` rounds P and dS to that dtype before the products, as a fused kernel must: the same-dtype PyTorch formula
     whose error a kernel's error is compared with.
@@ -56,6 +58,7 @@ def attention(
         res |= {n: torch.zeros(x.shape, dtype=dtype, device=q.device) for n, x in (("dq", q), ("dk", k), ("dv", v))}
         res["dsinks"] = torch.zeros(heads, dtype=dtype, device=q.device)
         res["dsinks_scale"] = torch.zeros(heads, dtype=dtype, device=q.device)
+        res["dq_scale"] = res["dk_scale"] = torch.zeros((), dtype=dtype, device=q.device)
     s = torch.full((heads,), -torch.inf, dtype=dtype, device=q.device) if sinks is None else sinks.to(dtype)
     a = b = 0
     for lq, lk in zip(lens_q, lens_k, strict=True):
@@ -84,10 +87,13 @@ def attention(
             sink_p = torch.where(lse.isfinite(), (s[h] - torch.where(lse.isfinite(), lse, 0.0)).exp(), 0.0)
             res["dsinks"][h] -= (sink_p * delta).sum()
             smallest = 8 * torch.finfo(q.dtype).smallest_normal  # of a row of 64: fp16 rounds smaller ones absolutely
+            terms = (p * ((do @ vv.T).abs() + (do.norm(dim=1) * res["out"][rq, h].norm(dim=1))[:, None])) ** 2
+            res["dq_scale"] = res["dq_scale"] + (terms @ kk**2).sum() * scale**2
+            res["dk_scale"] = res["dk_scale"] + (terms.T @ qq**2).sum() * scale**2
             size = sink_p * do.norm(dim=1) * res["out"][rq, h].norm(dim=1).clamp_min(smallest)
             res["dsinks_scale"][h] += (size**2).sum()
     if dout is not None:
-        res["dsinks_scale"] = res["dsinks_scale"].sqrt()
+        res |= {n: res[n].sqrt() for n in ("dsinks_scale", "dq_scale", "dk_scale")}
     return res
 
 
@@ -97,6 +103,18 @@ def relative(x: torch.Tensor, ref: torch.Tensor) -> float:
         ((x.double() - ref.double()).norm() / ref.double().norm().clamp_min(1e-30)).item()
         if ref.norm()
         else x.double().norm().item()
+    )
+
+
+def agrees(name: str, x: torch.Tensor, ref: dict, low: dict, dtype: torch.dtype) -> bool:
+    """Whether out, dq, dk or dv has at most twice the error of the formula in `dtype`, or a quarter of a unit of rounding of its terms."""
+    if x.isnan().any():
+        return False
+    if relative(x, ref[name]) <= 2 * relative(low[name], ref[name]) + 1e-4:
+        return True
+    unit = torch.finfo(dtype).eps / 2
+    return (
+        f"{name}_scale" in ref and (x.double() - ref[name]).norm().item() <= 0.25 * unit * ref[f"{name}_scale"].item()
     )
 
 

@@ -21,13 +21,35 @@ static void expect(bool good, char const* what, A... values) {
     std::printf("\n");
 }
 
-// What plan_tickets computes, by a loop.
-static std::vector<int> ends_of(std::vector<int> const& cu, int block, int per_block) {
+// What plan_tickets computes, by loops.
+struct Planned {
     std::vector<int> ends;
-    int sum = 0;
-    for (size_t b = 0; b + 1 < cu.size(); ++b) ends.push_back(sum += (cu[b + 1] - cu[b] + block - 1) / block * per_block);
-    return ends;
-}
+    std::vector<int2> list;
+    Order order;
+    Planned(std::vector<int> const& cu, std::vector<int> const& cu_read, int group_size, int block, int units, int together) {
+        int const batch = int(cu.size()) - 1;
+        order = {cu.data(), cu_read.data(), nullptr, nullptr, batch, group_size, block, units, together};
+        int sum = 0;
+        for (int b = 0; b < batch; ++b) {
+            sum += blocks_of(order, b) * units;
+            if (b % group_size == group_size - 1 || b == batch - 1) ends.push_back(sum);
+        }
+        list.assign(sum / units, int2{-1, -1});
+        for (int b = 0; b < batch; ++b) {
+            int blocks[kMostSequences];
+            group_blocks(order, b, blocks);
+            int const g = b / group_size, start = g > 0 ? ends[g - 1] / units : 0;
+            for (int level = 0; level < blocks_of(order, b); ++level) {
+                int2& entry = list[start + rank_of(blocks, b - g * group_size, level)];
+                expect(entry.x < 0, "sequence %d level %d: its place is taken", b, level);
+                entry = {b, level};
+            }
+        }
+        for (size_t i = 1; i < list.size(); ++i)
+            expect(list[i].x / group_size != list[i - 1].x / group_size || list[i].y <= list[i - 1].y, "block %zu: longest not first", i);
+        order.ends = ends.data(), order.list = list.data();
+    }
+};
 
 static std::vector<int> random_lengths(std::mt19937& rng, int batch) {
     std::vector<int> cu{0};
@@ -42,8 +64,10 @@ static std::vector<int> random_lengths(std::mt19937& rng, int batch) {
 template <bool kSplit>
 static void check_forward(std::vector<int> const& cu_q, std::vector<int> const& cu_k, int tokens, int head_groups, int splits, int causal,
                           int window) {
-    std::vector<int> const ends = ends_of(cu_q, tokens, head_groups);
-    TileParams p{cu_q.data(), cu_k.data(), ends.data(), int(ends.size()), head_groups, splits, tokens, 8, causal, window};
+    int const batch = int(cu_q.size()) - 1, together = sequences_together(cu_k.back(), batch, head_groups, kTokensInL2);
+    Planned const plan(cu_q, cu_k, together, tokens, head_groups, kTokensInL2);
+    std::vector<int> const& ends = plan.ends;
+    TileParams p{plan.order, cu_k.data(), splits, tokens, 8, causal, window};
     std::set<std::tuple<int, int, int, int>> seen;
     size_t wanted = 0;
     for (size_t b = 0; b + 1 < cu_q.size(); ++b) {
@@ -72,17 +96,20 @@ static void check_forward(std::vector<int> const& cu_q, std::vector<int> const& 
 // Every key block of every KV head is handed out once, in ascending order within its head; `has_key_block` and
 // `first_key_block` say of every tile of queries what the items then do.
 static void check_backward(std::vector<int> const& cu_q, std::vector<int> const& cu_k, int kv_heads, int causal, int window) {
-    std::vector<int> const ends = ends_of(cu_k, kBwdKeys, kv_heads);
+    int const batch = int(cu_q.size()) - 1, together = sequences_together(cu_q.back(), batch, kv_heads, kQueriesInL2);
+    Planned const plan(cu_k, cu_q, together, kBwdKeys, kv_heads, kQueriesInL2);
+    std::vector<int> const& ends = plan.ends;
     BwdParams p{};
-    p.cu_q = cu_q.data(), p.cu_k = cu_k.data(), p.ends = ends.data();
-    p.batch = int(ends.size()), p.kv_heads = kv_heads, p.causal = causal, p.window = window;
+    p.cu_q = cu_q.data(), p.cu_k = cu_k.data();
+    p.order = plan.order;
+    p.batch = batch, p.kv_heads = kv_heads, p.causal = causal, p.window = window;
     std::vector<std::vector<int>> next(p.batch, std::vector<int>(kv_heads, 0));  // per sequence and head: the next block
     std::vector<std::vector<std::vector<int>>> adders(p.batch);                   // per sequence and tile, for head 0
     for (int b = 0; b < p.batch; ++b) adders[b].resize((cu_q[b + 1] - cu_q[b] + kBwdRows - 1) / kBwdRows);
     for (int ticket = 0; ticket < ends.back(); ++ticket) {
         BwdItem const t = bwd_item(p, ticket);
         int b = 0;
-        while (ends[b] <= ticket) ++b;
+        while (cu_k[b + 1] <= t.k_begin) ++b;  // the non-empty sequence that begins there
         expect(t.k_begin == cu_k[b] && t.q_begin == cu_q[b] && t.kv_head >= 0 && t.kv_head < kv_heads, "item %d: bad place", ticket);
         expect(next[b][t.kv_head]++ == t.n, "item %d: block %d out of order", ticket, t.n);
         for (int m = t.m_min; t.kv_head == 0 && m < t.m_min + t.m_count; ++m) adders[b][m].push_back(t.n);

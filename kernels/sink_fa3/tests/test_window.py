@@ -42,7 +42,7 @@ def expected(q, k, v, sinks, lens, window, do) -> tuple[dict, dict]:
     """The oracle in float64, and with operands rounded to the dtype."""
     args = (q, k, v, sinks, lens, lens, True, window, q.shape[2] ** -0.5, do)
     low = oracle.attention(*args, dtype=torch.float32, bf16_like=q.dtype)
-    low = {n: x if n in ("lse", "dsinks") else x.to(q.dtype) for n, x in low.items()}
+    low = {n: x.to(q.dtype) if n in ("out", "dq", "dk", "dv") else x for n, x in low.items()}
     return oracle.attention(*args), low
 
 
@@ -55,12 +55,12 @@ def test_against_float64(ops, index):  # noqa: F811
 
 
 def test_scores_of_ten_thousand(ops):  # noqa: F811
-    """P is rebuilt from an lse in float32, whose last bit is 1e-3 there; rows are one-hot, so dS is what cancellation left."""
+    """P is rebuilt from an lse in float32, whose last bit is 1e-3 there, and rows are one-hot: delta must not inherit that."""
     q, k, v, sinks, do, lens, _ = make(case([700], window=128, gain=3000.0), 5)
     got = call(ops, q, k, v, sinks, lens, 128, do)
     ref, _ = expected(q, k, v, sinks, lens, 128, do)
     assert ref["lse"].max() > 1e3
-    for n, bound in {"out": 4e-3, "dv": 4e-3, "dq": 8e-2, "dk": 8e-2}.items():
+    for n, bound in {"out": 4e-3, "dv": 4e-3, "dq": 5e-3, "dk": 5e-3}.items():
         assert oracle.relative(got[n], ref[n]) <= bound, n
 
 

@@ -20,13 +20,25 @@ _MAX_BLOCK = 1024
 
 
 @triton.jit
-def _count_kernel(index_ptr, counts_ptr, M, E, BLOCK: tl.constexpr, E_POW2: tl.constexpr):
+def _count_kernel(index_ptr, counts_ptr, M, E, num_blocks, BLOCK: tl.constexpr, E_POW2: tl.constexpr):
     block = tl.program_id(0)
     position = block * BLOCK + tl.arange(0, BLOCK)
     expert = tl.arange(0, E_POW2)
     ids = tl.load(index_ptr + position, mask=position < M, other=-1).to(tl.int32)
     one_hot = ((ids[:, None] == expert[None, :]) & (expert[None, :] < E)).to(tl.int32)
-    tl.store(counts_ptr + block * E + expert, tl.sum(one_hot, axis=0), mask=expert < E)
+    tl.store(counts_ptr + expert * num_blocks + block, tl.sum(one_hot, axis=0), mask=expert < E)
+
+
+@triton.jit
+def _scan_kernel(counts_ptr, num_blocks, BLOCK: tl.constexpr):
+    """Running sums over the blocks of one expert, in place."""
+    row = counts_ptr + tl.program_id(0) * num_blocks
+    total = 0
+    for start in range(0, num_blocks, BLOCK):
+        block = start + tl.arange(0, BLOCK)
+        counts = tl.load(row + block, mask=block < num_blocks, other=0)
+        tl.store(row + block, total + tl.cumsum(counts, axis=0), mask=block < num_blocks)
+        total += tl.sum(counts, axis=0)
 
 
 @triton.jit
@@ -52,8 +64,9 @@ def _place_kernel(
         totals = tl.sum(one_hot, axis=0)
         before = tl.zeros((E_POW2,), tl.int32)
     else:
-        totals = tl.load(running_ptr + (num_blocks - 1) * E + expert, mask=expert < E, other=0)
-        before = tl.load(running_ptr + (block - 1) * E + expert, mask=(expert < E) & (block > 0), other=0)
+        row = running_ptr + expert * num_blocks
+        totals = tl.load(row + num_blocks - 1, mask=expert < E, other=0)
+        before = tl.load(row + block - 1, mask=(expert < E) & (block > 0), other=0)
     ends = tl.cumsum(totals, axis=0)
     rank = tl.cumsum(one_hot, axis=0) - 1 + (ends - totals + before)[None, :]
     destination = tl.sum(rank * one_hot, axis=1)
@@ -83,9 +96,11 @@ def sort_by_expert(index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
     warps = 8 if block * power >= 8192 else 4
     running = order
     if num_blocks > 1:
-        counts = torch.empty(num_blocks, num_experts, dtype=torch.int32, device=index.device)
-        _count_kernel[(num_blocks,)](index, counts, M, num_experts, BLOCK=block, E_POW2=power, num_warps=warps)
-        running = counts.cumsum(0, dtype=torch.int32)
+        running = torch.empty(num_experts, num_blocks, dtype=torch.int32, device=index.device)
+        _count_kernel[(num_blocks,)](
+            index, running, M, num_experts, num_blocks, BLOCK=block, E_POW2=power, num_warps=warps
+        )
+        _scan_kernel[(num_experts,)](running, num_blocks, BLOCK=1024, num_warps=4)
     _place_kernel[(num_blocks,)](
         index,
         running,

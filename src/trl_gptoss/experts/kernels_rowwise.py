@@ -11,7 +11,8 @@ import triton.language as tl
 from .tiles import PAD, expert_tiles, locate_tile, padded_rows
 from .tuning import cdiv, next_power_of_2
 
-_COLUMNS = 128  # columns of one program
+_COLUMNS = 128  # columns of one step
+_PARTS = 4  # programs that share the columns of a row tile: finding the expert costs as much as two steps
 
 
 @triton.jit
@@ -80,32 +81,33 @@ def _gather_rows_kernel(
     COPY: tl.constexpr,
     PADDED: tl.constexpr,
     SUM: tl.constexpr,
+    PARTS: tl.constexpr,
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
     running, row_tiles = expert_tiles(offsets_ptr, E, E_POW2, BM)
-    column_tiles = tl.cdiv(columns, BC)
-    tile = tl.program_id(0) // column_tiles
+    tile = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
     if tile < row_tiles:
         expert, begin, end = locate_tile(offsets_ptr, running, tile, BM)
-        rows = begin + tl.arange(0, BM)
+        lane = tl.arange(0, BM)
+        rows = begin + lane
         row_mask = rows < end
-        column = tl.program_id(0) % column_tiles * BC + tl.arange(0, BC)
-        c_mask = column < columns
         assignment = tl.load(order_ptr + rows, mask=row_mask, other=0)
-        source = (assignment // TOP_K).to(tl.int64)[:, None] * stride_source
-        block = tl.load(source_ptr + source + column[None, :], mask=row_mask[:, None] & c_mask[None, :], other=0.0)
-        if COPY:
-            if PADDED:
-                place = (tile * BM + tl.arange(0, BM)).to(tl.int64)[:, None] * stride_out
-                tl.store(out_ptr + place + column[None, :], block, mask=c_mask[None, :])
-            else:
-                place = rows.to(tl.int64)[:, None] * stride_out
-                tl.store(out_ptr + place + column[None, :], block, mask=row_mask[:, None] & c_mask[None, :])
+        source = source_ptr + (assignment // TOP_K).to(tl.int64)[:, None] * stride_source
         if SUM:
-            weight = tl.load(weight_ptr + assignment, mask=row_mask, other=0.0).to(tl.float32)
-            total = tl.sum(block.to(tl.float32) * weight[:, None], axis=0)
-            tl.store(partial_ptr + tile.to(tl.int64) * stride_partial + column, total, mask=c_mask)
+            weight = tl.load(weight_ptr + assignment, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+        place = ((tile * BM + lane) if PADDED else rows).to(tl.int64)[:, None] * stride_out
+        for start in range(part * BC, columns, PARTS * BC):
+            column = start + tl.arange(0, BC)
+            c_mask = column < columns
+            block = tl.load(source + column[None, :], mask=row_mask[:, None] & c_mask[None, :], other=0.0)
+            if COPY:
+                mask = c_mask[None, :] if PADDED else row_mask[:, None] & c_mask[None, :]
+                tl.store(out_ptr + place + column[None, :], block, mask=mask)
+            if SUM:
+                total = tl.sum(block.to(tl.float32) * weight, axis=0)
+                tl.store(partial_ptr + tile.to(tl.int64) * stride_partial + column, total, mask=c_mask)
 
 
 def gather_rows(
@@ -128,7 +130,8 @@ def gather_rows(
         partial (`(row tiles, C)`, fp32, *optional*): Receives the weighted sum of every block of `PAD` rows.
     """
     M, columns, experts = order.numel(), source.shape[1], offsets.numel() - 1
-    _gather_rows_kernel[(padded_rows(M, experts) // PAD * cdiv(columns, _COLUMNS),)](
+    parts = min(_PARTS, cdiv(columns, _COLUMNS))
+    _gather_rows_kernel[(padded_rows(M, experts) // PAD * parts,)](
         source,
         order,
         offsets,
@@ -145,6 +148,7 @@ def gather_rows(
         COPY=out is not None,
         PADDED=padded,
         SUM=partial is not None,
+        PARTS=parts,
         BM=PAD,
         BC=_COLUMNS,
         num_warps=8,

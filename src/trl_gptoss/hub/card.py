@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.utils import yaml_dump
 
 from ..intervals import wilson
 from ..report.charts import Series, number, standalone_svg
@@ -46,7 +47,8 @@ class ModelCardFacts:
     trainer (`str`): class name of the trainer.
     rewards (`dict[str, float]`): weight by reward function.
     recipe (`dict[str, Any]`): settings that differ from their default.
-    evaluations (`list[dict]`): rows of `evaluation.json`: `correct` of `problems`, or `mean`, `std` of `problems`.
+    evaluations (`list[dict]`): rows of evaluation.json: `correct` of `problems`, with `accuracy`, `low` and `high` or without;
+        or `mean` and `std` over `problems`.
     history (`list[dict]`): the trainer's log history.
     hardware (`str`): a phrase.
     processes (`int`): how many trained.
@@ -118,13 +120,17 @@ def make_card(
         *_section("Citation", "\n\n".join(f"```bibtex\n{entry.strip()}\n```" for entry in facts.citations)),
     ]
     body = redact("\n\n".join(part for part in parts if part), secrets, places)
-    metadata = redact(_metadata(facts, base).to_yaml(), secrets, places)
+    # Before they become YAML: what takes a secret's place would have to be quoted.
+    metadata = yaml_dump(_redacted(_metadata(facts, base).to_dict(), secrets, places)).strip()
     return str(ModelCard(f"---\n{metadata}\n---\n\n{body}\n"))
 
 
-def wilson_interval(correct: int, problems: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a proportion, which stays in [0, 1] and is sound for few problems and for 0 and 1."""
-    return wilson(correct / problems, problems)
+def _redacted(value: Any, secrets: Iterable[str], places: Iterable[str]) -> Any:
+    if isinstance(value, str):
+        return redact(value, secrets, places)
+    if isinstance(value, list):
+        return [_redacted(v, secrets, places) for v in value]
+    return {k: _redacted(v, secrets, places) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def hardware() -> str:
@@ -159,10 +165,10 @@ def _metadata(facts: ModelCardFacts, base: str | None) -> ModelCardData:
             dataset_name=_label(row) or "held-out problems",
             metric_type="accuracy",
             metric_name="accuracy",
-            metric_value=_share(row),
+            metric_value=share[0],
         )
         for row in facts.evaluations
-        if _is_count(row)
+        if (share := _share(row)) is not None
     ]
     hub_ids = [name for name in facts.datasets if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not is_local(name)]
     return ModelCardData(
@@ -232,36 +238,39 @@ def _task(facts: ModelCardFacts) -> str:
     return "\n\n".join(part for part in (facts.task, data) if part)
 
 
-def _is_count(row: dict[str, Any]) -> bool:
-    return isinstance(row.get("correct"), int) and isinstance(row.get("problems"), int) and row["problems"] > 0
-
-
-def _share(row: dict[str, Any]) -> float:
-    return row["accuracy"] if "accuracy" in row else row["correct"] / row["problems"]
+def _share(row: dict[str, Any]) -> tuple[float, float, float] | None:
+    """Accuracy and its 95 % interval of a row of evaluation.json; `None` if it has no accuracy."""
+    correct, problems, answers = row.get("correct"), row.get("problems"), row.get("answers", 1)
+    if not isinstance(correct, int) or not isinstance(problems, int) or problems < 1:
+        return None
+    if _is_number(row.get("low")) and _is_number(row.get("high")) and _is_number(row.get("accuracy")):
+        return row["accuracy"], row["low"], row["high"]
+    if answers != 1:  # answers to one problem are not independent: without the rows' own interval there is none
+        return None
+    return correct / problems, *wilson(correct / problems, problems)
 
 
 def _label(row: dict[str, Any]) -> str:
-    numbers = {"correct", "problems", "accuracy", "mean", "std", "low", "high", "interval"}
-    return ", ".join(str(v) for k, v in row.items() if k not in numbers and isinstance(v, str))
+    return ", ".join(
+        row[key] for key in ("policy", "environment", "tool", "evaluation") if isinstance(row.get(key), str)
+    )
 
 
 def _evaluation(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
-        if _is_count(row):
-            result = f"{_share(row):.3f}"
-            if "low" in row and "high" in row:  # several answers to a problem: whoever measured knows better
-                low, high = row["low"], row["high"]
-            else:
-                low, high = wilson_interval(row["correct"], row["problems"])
-        elif isinstance(row.get("mean"), float) and isinstance(row.get("std"), float) and row.get("problems"):
+        share = _share(row)
+        if share is not None:
+            result, low, high = share
+        elif _is_number(row.get("mean")) and _is_number(row.get("std")) and row.get("problems"):
             half = _Z95 * row["std"] / math.sqrt(row["problems"])
-            low, high, result = row["mean"] - half, row["mean"] + half, f"{row['mean']:.3f}"
+            result, low, high = row["mean"], row["mean"] - half, row["mean"] + half
         else:
             continue
-        lines.append((_label(row) or "held-out problems", row["problems"], result, f"{low:.3f} to {high:.3f}"))
+        problems = f"{row['problems']} x {row['answers']} answers" if row.get("answers", 1) != 1 else row["problems"]
+        lines.append((_label(row) or "held-out problems", problems, f"{result:.3f}", f"{low:.3f} to {high:.3f}"))
     table = _table(("evaluation", "problems", "result", "95 % interval"), lines)
-    note = "Intervals of shares are Wilson's, of means normal; they cover the draw of the problems and of the samples."
+    note = "Intervals cover the draw of the problems and of the samples."
     return f"{table}\n\n{note}" if table else ""
 
 

@@ -111,15 +111,22 @@ class ThreadStream:
     def submit(self, key: int, request: SampleRequest) -> None:
         """See [`SampleStream.submit`]. A thread per request: the server does the queueing."""
 
+        done = self._done  # of this batch: `reset` leaves it to the requests that nobody waits for any more
+
         def ask() -> None:
             try:
                 [outcome] = self.backend.generate([request.prompt], [request.max_new_tokens], [request.sampling])
             except Exception as error:  # raised again in the thread that polls
                 outcome = error
-            self._done.put((key, outcome))
+            done.put((key, outcome))
 
         self.waiting += 1
         threading.Thread(target=ask, daemon=True).start()
+
+    def reset(self) -> None:
+        """Forget all requests, so that a batch that failed cannot reach the next one."""
+        self.waiting = 0
+        self._done = queue.SimpleQueue()
 
     def poll(self, wait: float) -> list[tuple[int, Sample]]:
         """See [`SampleStream.poll`]. Raises what the backend raised."""

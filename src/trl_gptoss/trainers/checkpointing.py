@@ -8,6 +8,7 @@ takes another path. They are saved next to the random states, one file per rank,
 import copy
 import json
 import os
+import pickle
 import random
 import re
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ class LoopState:
     running_loss (`float`): sum of the losses since the last log.
     last_logged_step (`int`): optimizer step of the last log.
     tokens_seen (`int`): tokens generated so far, prompts included.
+    world_size (`int`): processes of the run that wrote it.
     """
 
     step: int
@@ -41,6 +43,7 @@ class LoopState:
     running_loss: float
     last_logged_step: int
     tokens_seen: int
+    world_size: int
 
     def save(self, directory: str, rank: int) -> None:
         """Write to `directory` under its final name only once it is complete."""
@@ -95,8 +98,18 @@ def is_complete(checkpoint: Path, world_size: int) -> bool:
     return True
 
 
+def written_by(checkpoint: Path) -> int | None:
+    """Number of processes of the run that wrote a checkpoint; None without a readable loop state."""
+    try:
+        state = torch.load(loop_state_path(checkpoint, 0), map_location="cpu", weights_only=True, mmap=True)
+        return state["world_size"]
+    except (OSError, KeyError, RuntimeError, pickle.UnpicklingError, EOFError):
+        return None
+
+
 def last_complete_checkpoint(output_dir: str, world_size: int) -> str:
-    """The newest checkpoint that was written to its end.
+    """The newest checkpoint that was written to its end, by `world_size` processes if there is such a one, else by any number:
+    weights and optimizer go on, the generation batch in use and the order of the prompts do not.
 
     Raises:
         ValueError: there is none; the message names the incomplete ones.
@@ -109,8 +122,12 @@ def last_complete_checkpoint(output_dir: str, world_size: int) -> str:
     for step in sorted(found, reverse=True):
         if is_complete(found[step], world_size):
             return str(found[step])
+    for step in sorted(found, reverse=True):
+        writers = written_by(found[step])
+        if writers is not None and is_complete(found[step], writers):
+            return str(found[step])
     incomplete = ", ".join(found[step].name for step in sorted(found)) or "none"
     raise ValueError(
-        f"No complete checkpoint of {world_size} process(es) in {output_dir} (incomplete, of another trainer or of "
-        f"another number of processes: {incomplete}). Start without resume_from_checkpoint."
+        f"No complete checkpoint in {output_dir} for {world_size} process(es) (incomplete or of another trainer: "
+        f"{incomplete}). Start without resume_from_checkpoint."
     )

@@ -11,15 +11,17 @@ from .correction_config import RolloutCorrectionConfig, correction_options
 from .freezing import check_freeze
 from .saving_config import SavingConfig, check_saving_config
 from .schedule import check_on_policy_schedule
+from .vllm_config import VllmRolloutConfig
 
 _TRL_MAX_COMPLETION_LENGTH = GRPOConfig.__dataclass_fields__["max_completion_length"].default
 
 
 @dataclass
-class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, GRPOConfig):
+class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, VllmRolloutConfig, GRPOConfig):
     r"""
     Configuration of [`GptOssGRPOTrainer`]. Everything of [`~trl.GRPOConfig`] keeps its meaning. The settings of rollout
-    correction are those of [`RolloutCorrectionConfig`]; what is saved and published is described in [`SavingConfig`].
+    correction are those of [`RolloutCorrectionConfig`]; what is saved and published is described in [`SavingConfig`], what
+    vLLM adds in [`VllmRolloutConfig`].
 
     Parameters:
         on_policy (`str`, *optional*, defaults to `"auto"`):
@@ -84,6 +86,9 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, GRPOConfig):
             Most tokens that one device takes through the model at a time, prompts included; the rows of a device are
             divided accordingly, and a row that is longer goes alone. The loss does not depend on it. `None`: all
             `per_device_train_batch_size` rows at a time.
+        oom_retries (`int`, *optional*, defaults to `0`):
+            How often in a run a micro-batch that ran out of memory is divided in two and tried again; the smaller
+            `max_tokens_per_micro_batch` then stays. Needs packed rows and a single process, and holds a copy of the gradients.
         sequence_parallel_size (`int`, *optional*, defaults to `1`):
             Ranks that share every sequence (Ulysses). Every rank still has its own batch; the group works on them one
             after another. Divides the number of processes and the model's heads. Not Accelerate's `cp_size` or `sp_size`.
@@ -191,6 +196,12 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, GRPOConfig):
         default=None,
         metadata={"help": "Most tokens that one device takes through the model at a time; None for all rows at once."},
     )
+    oom_retries: int = field(
+        default=0,
+        metadata={
+            "help": "How often a micro-batch that ran out of memory is divided and tried again (one process only)."
+        },
+    )
     sequence_parallel_size: int = field(
         default=1,
         metadata={"help": "Ranks that share every sequence (Ulysses); 1 for none."},
@@ -254,12 +265,15 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, GRPOConfig):
             raise ValueError(
                 f"max_tokens_per_micro_batch is {self.max_tokens_per_micro_batch}, it must be at least 1, or None."
             )
+        if self.oom_retries < 0:
+            raise ValueError(f"oom_retries is {self.oom_retries}, it must be at least 0.")
         if self.padding_free is False and (
-            self.sequence_parallel_size > 1 or self.max_tokens_per_micro_batch is not None
+            self.sequence_parallel_size > 1 or self.max_tokens_per_micro_batch is not None or self.oom_retries
         ):
             raise ValueError(
-                f"padding_free=False with sequence_parallel_size={self.sequence_parallel_size} and "
-                f"max_tokens_per_micro_batch={self.max_tokens_per_micro_batch}: both work on packed rows. Remove padding_free."
+                f"padding_free=False with sequence_parallel_size={self.sequence_parallel_size}, "
+                f"max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} and oom_retries={self.oom_retries}: all of them "
+                "work on packed rows. Remove padding_free."
             )
 
     def _unify_budgets(self) -> None:

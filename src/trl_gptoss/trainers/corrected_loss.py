@@ -37,6 +37,7 @@ class CorrectionMixin(GRPOTrainer):
     """
 
     speaks_harmony: bool
+    _in_turn: bool
     _correction: dict[str, Any] | None = None
     _only_measures: bool = False
     _forward: tuple | None = None
@@ -96,7 +97,8 @@ class CorrectionMixin(GRPOTrainer):
             forward = self._run_forward(model, inputs)
             generating_logps_BT = forward[0].detach()
         correction = self._correct(generating_logps_BT, inputs)
-        self._log_correction(correction)
+        if not self._in_turn:  # the rows of all turns are logged together, after the last one
+            self._log_correction(correction)
         if not self._only_measures:
             inputs = self._corrected(inputs, correction)
         with self._forward_is(forward):
@@ -148,6 +150,8 @@ class CorrectionMixin(GRPOTrainer):
 
     def _log_correction(self, correction: RolloutCorrection) -> None:
         """`rollout_correction/...` once per optimizer step, over its micro-batches and all ranks."""
+        if self._in_turn:  # a part of a micro-batch; the whole comes afterwards, see `padding_free`
+            return
         self._correction_rows.append(self.accelerator.gather(correction.stats[None]))
         if not self.accelerator.sync_gradients:
             return

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedEngineWrapper, DistributedType
+from accelerate.utils import DistributedType
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
@@ -34,13 +36,16 @@ class CriticOptimizer:
         self.args = args
         self.local = make(critic.local_parameters())
         self.backbone: torch.optim.Optimizer | None = None
-        self._engine: DeepSpeedEngineWrapper | None = None
+        self._engine: Any = None  # DeepSpeedEngineWrapper
         if isinstance(critic, BackboneCritic):
             optimizer = make(dict(critic.model.backbone.named_parameters()))
             critic.model.backbone, self.backbone = accelerator.prepare(critic.model.backbone, optimizer)
             if accelerator.distributed_type == DistributedType.DEEPSPEED:
+                from accelerate.utils import DeepSpeedEngineWrapper  # is there only if DeepSpeed is installed
+
                 self._engine = DeepSpeedEngineWrapper(critic.model.backbone)
         self.schedulers: list[LRScheduler] = []
+        self._set_aside: dict[str, torch.Tensor] = {}  # gradients so far, by name
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -65,24 +70,44 @@ class CriticOptimizer:
         self.zero_grad()
 
     @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """The context of a micro-batch's forward and backward: ranks talk with the last one of an optimizer step only."""
-        if self.backbone is None or self._engine is not None or self.accelerator.sync_gradients:
-            yield
-        else:
-            with self.accelerator.no_sync(self.critic.model.backbone):
-                yield
+    def accumulating(self, last: bool) -> Iterator[None]:
+        """The context of a forward and backward: DDP reduces with the last one of an optimizer step only. (FSDP2 always
+        does: unreduced gradients would be as large as the whole model.)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Gradients of one micro-batch; reduced over ranks with the last one of an optimizer step."""
-        sync = self.accelerator.sync_gradients
+        Args:
+            last (`bool`): whether no other part of the micro-batch follows.
+        """
+        wrapped = None if self.backbone is None else self.critic.model.backbone
+        if isinstance(wrapped, DistributedDataParallel) and not (last and self.accelerator.sync_gradients):
+            with wrapped.no_sync():
+                yield
+        else:
+            yield
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        """Gradients of a micro-batch or a part of it.
+
+        Args:
+            loss (`torch.Tensor`): 0-d.
+            last (`bool`): whether no other part of the micro-batch follows.
+        """
         if self._engine is not None:
+            sync = last and self.accelerator.sync_gradients
             self._engine.backward(loss, sync_gradients=sync, scale_wrt_gas=False)
         else:
             loss.backward()
+        # An adapter lies among the policy's parameters, where the policy's clipping would count its gradient.
+        for name, parameter in self.critic.local_parameters().items():
+            if parameter.grad is not None:
+                before = self._set_aside.get(name)
+                self._set_aside[name] = parameter.grad if before is None else before.add_(parameter.grad)
+                parameter.grad = None
 
     def step(self) -> dict[str, float]:
         """One update and the numbers to log. The engine of DeepSpeed has stepped its part in `backward`."""
+        parameters = self.critic.local_parameters()
+        for name, gradient in self._set_aside.items():
+            parameters[name].grad = gradient
         self._average_local_gradients()
         norms = []
         if self.args.max_grad_norm > 0:
@@ -103,6 +128,7 @@ class CriticOptimizer:
         return logs
 
     def zero_grad(self) -> None:
+        self._set_aside = {}
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 

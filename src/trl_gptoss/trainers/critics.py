@@ -24,6 +24,7 @@ from torch import nn
 from transformers import AutoModel, PreTrainedModel
 from trl.trainer.utils import disable_dropout_in_model
 
+from .critic_rows import CriticRows
 from .experts_options import prepare_experts
 from .guards import check_model
 from .loading import model_init_kwargs
@@ -48,12 +49,12 @@ class Critic(ABC):
     has_forward: bool
 
     @abstractmethod
-    def values(self, policy: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def values(self, policy: nn.Module, rows: CriticRows) -> torch.Tensor:
         """(B, T + 1) values of one micro-batch by a forward, inside of `in_use`; with gradients where they are enabled.
 
         Args:
             policy (`nn.Module`): the policy as it is trained, wrapped or not.
-            inputs (`dict[str, torch.Tensor]`): prompt_ids, prompt_mask (B, P), completion_ids, completion_mask (B, T).
+            rows ([`CriticRows`]): padded or packed.
         """
 
     @contextmanager
@@ -80,13 +81,6 @@ class Critic(ABC):
         yield
 
 
-def _model_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        "input_ids": torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-        "attention_mask": torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-    }
-
-
 class BackboneCritic(Critic):
     """`critic="separate"`.
 
@@ -107,9 +101,10 @@ class BackboneCritic(Critic):
         """Without what the accelerator has put around it."""
         return self.accelerator.unwrap_model(self.model.backbone)
 
-    def values(self, policy: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def values(self, policy: nn.Module, rows: CriticRows) -> torch.Tensor:
         with self.accelerator.autocast():
-            return self.model(**_model_inputs(inputs), completion_length=inputs["completion_ids"].shape[1])
+            hidden = self.model.backbone(**rows.model_inputs()).last_hidden_state
+        return rows.values(self.head, hidden)
 
     def train(self, mode: bool) -> None:
         self.model.train(mode)
@@ -135,15 +130,15 @@ class StatesCritic(Critic):
         with self.model.record(self.accelerator.unwrap_model(policy)) as states:
             yield states
 
-    def values_of(self, states: RecordedStates, completion_length: int) -> torch.Tensor:
+    def values_of(self, states: RecordedStates, rows: CriticRows) -> torch.Tensor:
         """(B, T + 1) values of the forward that was watched."""
-        return self.model(states.hidden, completion_length)
+        return rows.values(self.head, states.hidden.detach() if self.model.detach else states.hidden)
 
-    def values(self, policy: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def values(self, policy: nn.Module, rows: CriticRows) -> torch.Tensor:
         """Without a gradient for the policy: this is for the moments when the policy is not trained."""
         with self.watching(policy) as states, torch.no_grad(), self.accelerator.autocast():
-            _forward_of_states(policy, inputs)
-        return self.values_of(states, inputs["completion_ids"].shape[1])
+            _forward_of_states(policy, rows)
+        return self.values_of(states, rows)
 
 
 class AdapterCritic(Critic):
@@ -196,12 +191,12 @@ class AdapterCritic(Critic):
             for parameter in trained:
                 parameter.requires_grad_(True)
 
-    def values(self, policy: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def values(self, policy: nn.Module, rows: CriticRows) -> torch.Tensor:
         # Unwrapped: DDP would wait for the gradients of the policy's parameters, which are frozen in here.
         model = self.accelerator.unwrap_model(policy)
         with self.model.record(model) as states, self.accelerator.autocast():
-            _forward_of_states(model, inputs)
-        return self.model(states.hidden, inputs["completion_ids"].shape[1])
+            _forward_of_states(model, rows)
+        return rows.values(self.head, states.hidden)
 
     def local_parameters(self) -> dict[str, nn.Parameter]:
         return {**super().local_parameters(), **self.adapter}
@@ -216,10 +211,10 @@ class AdapterCritic(Critic):
             model.peft_config[ADAPTER] = config
 
 
-def _forward_of_states(policy: nn.Module, inputs: dict[str, torch.Tensor]) -> None:
+def _forward_of_states(policy: nn.Module, rows: CriticRows) -> None:
     """A forward for its hidden states: logits of one token only. It goes through the whole model because FSDP2 and ZeRO-3
     gather parameters at the modules that they wrapped."""
-    policy(**_model_inputs(inputs), use_cache=False, logits_to_keep=1)
+    policy(**rows.model_inputs(), logits_to_keep=1)
 
 
 def kind_of_critic(args: GptOssPPOConfig, has_adapters: bool) -> str:

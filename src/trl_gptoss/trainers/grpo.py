@@ -45,7 +45,8 @@ from .experts_options import check_experts_options, prepare_experts
 from .freezing import freeze
 from .guards import check_model
 from .harmony_rollouts import HarmonyRollouts
-from .loading import ATTENTION, load_reward_models, model_init_kwargs
+from .loading import ATTENTION, is_gpt_oss, load_reward_models, model_init_kwargs
+from .memory_guard import MemoryMixin
 from .on_policy import OnPolicyMixin
 from .resumable import ResumableMixin
 from .reward_guard import discard_failed_rows, guard
@@ -56,12 +57,15 @@ from .sampled_logs import SampledLogs, SampledRollout
 from .sampling import EpochRepeatSampler
 from .saving import SavingMixin
 from .sequence_options import choose_padding_free
+from .vllm_rollouts import VllmMixin
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
 
-class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, SavingMixin, GRPOTrainer):
+class GptOssGRPOTrainer(
+    MemoryMixin, CorrectionMixin, OnPolicyMixin, ResumableMixin, SavingMixin, VllmMixin, GRPOTrainer
+):
     """[`~trl.GRPOTrainer`] for GPT-OSS and other models.
 
     The tokenizer decides how completions are made: with a Harmony tokenizer by the token-in/token-out loop of
@@ -83,6 +87,7 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, SavingMi
         In [`PaddingFreeMixin`]: the same and `_generate_and_score_completions`: packed rows, token budget, sequence
             parallelism.
         In [`RouterReplayMixin`]: `_generate_and_score_completions`, `compute_loss`, `training_step`: router replay.
+        In [`MemoryMixin`]: `_prepare_inputs`, `compute_loss`, `training_step`: memory measured, explained, tried again.
         In [`ResumableMixin`]: `train`, `_save_rng_state`, `_load_rng_state`: exact resumption.
         In [`SavingMixin`]: `_save`, `create_model_card`, `push_to_hub`, `_push_from_checkpoint`: formats and publishing.
     """
@@ -150,24 +155,27 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, SavingMi
         self._before_loading(
             model, args, has_adapters=peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
         )
-        super().__init__(
-            model=model,
-            reward_funcs=reward_funcs,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
-        )
+        own_vllm = self.speaks_harmony or is_gpt_oss(config)
+        with self._engine_of_our_own(args, own_vllm):
+            super().__init__(
+                model=model,
+                reward_funcs=reward_funcs,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
         self._setup_router_replay(self._base_model)
-        self._setup_correction(own_policy_samples=not args.use_vllm and rollout_func is None)
+        same_weights = args.rollout_weights == "trained"
+        self._setup_correction(own_policy_samples=not args.use_vllm and rollout_func is None and same_weights)
         check_model(self._base_model)
         check_rollout_weights(args.rollout_weights, self._base_model.config, self.accelerator)
         self._train_sinks()
@@ -185,6 +193,9 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, SavingMi
         self._train_sampler: EpochRepeatSampler | None = None
         self._rows: list[dict[str, Any]] = []
         self._local_rewards: torch.Tensor | None = None
+        if args.use_vllm and own_vllm:
+            stop_ids = HarmonyVocabulary.of(self._tokenizer).stop_ids if self.speaks_harmony else self.eos_token_ids
+            self._start_vllm(self._base_model, stop_ids, self._router is not None)
         self._engine = self._build_engine() if self.speaks_harmony and rollout_func is None else None
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(RolloutProgressCallback())
@@ -231,10 +242,8 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, SavingMi
         self._base_model.generation_config.eos_token_id = list(stop_ids)
         self.eos_token_ids = list(stop_ids)
         args = self.args
-        if self.use_vllm:
-            from ..rollouts.vllm_backend import VllmBackend
-
-            backend = VllmBackend(self.vllm_generation, self.accelerator, stop_ids, self._sync_vllm_weights)
+        if self.weight_sync is not None:
+            backend = self.weight_sync.engine
         else:
             self.generation_config.eos_token_id = list(stop_ids)
             backend = TransformersBackend(
@@ -294,8 +303,8 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, SavingMi
                 )
 
     def _context_length(self) -> int:
-        if self.use_vllm and self.vllm_mode == "colocate":
-            return self.vllm_generation.llm.llm_engine.model_config.max_model_len
+        if self.weight_sync is not None:
+            return self.weight_sync.engine.info.max_model_len
         return self._base_model.config.get_text_config().max_position_embeddings
 
     @contextmanager
@@ -314,20 +323,15 @@ class GptOssGRPOTrainer(CorrectionMixin, OnPolicyMixin, ResumableMixin, SavingMi
         ):
             yield model
 
-    def _sync_vllm_weights(self) -> None:
-        if self.state.global_step != self._last_loaded_step:
-            policy = self.accelerator.unwrap_model(self.model)
-            with profiling_context(self, "sync_weights"), sampling_weights(policy, self.args.rollout_weights):
-                self.vllm_generation.sync_weights()
-            self._last_loaded_step = self.state.global_step
-
     def _any_rank(self, here: bool) -> bool:
         flags = self.accelerator.gather(torch.tensor([int(here)], device=self.accelerator.device))
         return bool(flags.any())
 
     def _generate(self, prompts: list) -> tuple:
-        if self._engine is None:
-            return super()._generate(prompts)
+        with self._engine_awake():
+            return super()._generate(prompts) if self._engine is None else self._generate_harmony(prompts)
+
+    def _generate_harmony(self, prompts: list) -> tuple:
         mode = "train" if self.model.training else "eval"
         functions: list[dict[str, Callable]] = [{} for _ in prompts]
         if self.tools:

@@ -11,23 +11,17 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from huggingface_hub import CommitInfo
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_optimizer import is_optimizer_factory
 from trl.trainer.utils import split_tensor_dict
 
-from ..losses import (
-    LossNormalizer,
-    PolicyLoss,
-    entropy_loss,
-    kl_estimate,
-    policy_loss,
-    policy_metrics,
-    value_loss,
-)
+from ..losses import LossNormalizer, kl_estimate
 from ..trajectory import StopReason
 from .critic_checkpoint import load_critic, save_critic
 from .critic_optimizer import CriticOptimizer
+from .critic_rows import CriticRows
 from .critics import (
     AdapterCritic,
     BackboneCritic,
@@ -39,15 +33,18 @@ from .critics import (
 )
 from .grpo import GptOssGRPOTrainer
 from .kl_term import KLTerm
+from .packing import micro_batches
+from .padding_free import ROW_LENGTHS
 from .ppo_config import GptOssPPOConfig
+from .ppo_loss import PPOLossMixin
 from .ppo_targets import ppo_targets
-from .value_head import SharedCritic, split_values
+from .value_head import SharedCritic
 
-_CUT_OFF = {StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS}
+_CUT_OFF = {StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.MAX_SECONDS}
 _NO_DECAY = re.compile(r"^head\.|bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
-class GptOssPPOTrainer(GptOssGRPOTrainer):
+class GptOssPPOTrainer(GptOssGRPOTrainer, PPOLossMixin):
     """PPO with a critic. Rollouts, Harmony, guards, rewards, the ratio and resumption are [`GptOssGRPOTrainer`]'s.
 
     Arguments are those of [`GptOssGRPOTrainer`], with a [`GptOssPPOConfig`]. Evaluation samples and scores; it does not
@@ -57,9 +54,10 @@ class GptOssPPOTrainer(GptOssGRPOTrainer):
         `_before_loading`, `_add_targets`, `_row_advantages`: the seams of [`GptOssGRPOTrainer`].
         `_prepare_for_training`: the critic is prepared after the policy, and loaded with it.
         `_prepare_inputs`: the denominators of a mini-batch.
-        `_compute_loss`: PPO's loss.
+        `_compute_loss`: a shared critic watches the forward. The loss is [`PPOLossMixin`]'s, below rollout correction,
+            packing and the ratio.
         `training_step`: the critic's part of a micro-batch; steps of the critic alone.
-        `_save`: keeps the critic's adapter out of what is saved.
+        `_save`, `merge_and_push`: keep the critic's adapter out of what is saved.
         `_save_optimizer_and_scheduler`: the critic goes into checkpoints.
     """
 
@@ -83,7 +81,6 @@ class GptOssPPOTrainer(GptOssGRPOTrainer):
         self.critic = self._make_critic()
         self.kl_term = KLTerm(self.args, self._sum_over_ranks)
         self._critic_optimizer: CriticOptimizer | None = None
-        self._normalizers: tuple[LossNormalizer, LossNormalizer] | None = None
         self._micro_batch: dict[str, torch.Tensor] | None = None
         self.add_callback(_AfterOptimizerStep(self))
 
@@ -166,10 +163,11 @@ class GptOssPPOTrainer(GptOssGRPOTrainer):
         with self.critic.hidden_from(self.model):
             super()._save(output_dir, state_dict)
 
-    # ---- a generation batch ----
+    def merge_and_push(self, *args: Any, **kwargs: Any) -> CommitInfo | None:
+        with self.critic.hidden_from(self.model):
+            return super().merge_and_push(*args, **kwargs)
 
-    def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.accelerator.reduce(tensor, "sum")
+    # ---- a generation batch ----
 
     def _add_targets(self, output: dict[str, Any]) -> None:
         if "pixel_values" in output:
@@ -198,9 +196,6 @@ class GptOssPPOTrainer(GptOssGRPOTrainer):
         self._logs["advantages"].clear()  # TRL has put group-relative ones there
         self._logs["advantages"].extend(gather_object(self._row_advantages(output)))
 
-    def _kl_in(self, place: str) -> bool:
-        return self.beta != 0.0 and self.args.kl_placement == place
-
     def _row_advantages(self, output: dict[str, Any]) -> list[float]:
         mask = output["policy_mask"]
         return ((output["advantages"] * mask).sum(1) / mask.sum(1).clamp(min=1)).tolist()
@@ -218,20 +213,35 @@ class GptOssPPOTrainer(GptOssGRPOTrainer):
     @torch.no_grad()
     def _evaluate_policy_and_critic(self, output: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, T + 1) values and, if the reward needs them, (B, T) log-probs, without dropout, before any update."""
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", ROW_LENGTHS)
+        batch = {name: output[name] for name in names if name in output}
         values, logps = [], []
-        for chunk in split_tensor_dict({name: output[name] for name in names}, self.args.steps_per_generation):
-            width = chunk["completion_ids"].shape[1]
+        for chunk in split_tensor_dict(batch, self.args.steps_per_generation):
             if isinstance(self.critic, StatesCritic):  # one forward for both
                 with self.critic.watching(self.model) as states:
                     logps.append(self._eval_logps(chunk))
-                values.append(self.critic.values_of(states, width))
+                values.append(self.critic.values_of(states, self._critic_rows(chunk)))
                 continue
-            with self._evaluating(), self.critic.in_use(self.model):
-                values.append(self.critic.values(self.model, chunk))
+            values.append(self._evaluate_critic(chunk))
             if self._kl_in("reward"):
                 logps.append(self._eval_logps(chunk))
         return torch.cat(values), torch.cat(logps) if logps else None
+
+    def _evaluate_critic(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """(B, T + 1) values of own rows, within the token budget; ranks run as many forwards as the one with most."""
+        count = len(batch["completion_ids"])
+        parts, lengths = [list(range(count))], None
+        if self._padding_free:
+            lengths = batch[ROW_LENGTHS].tolist()
+            parts = micro_batches([sum(row) for row in lengths], self.args.max_tokens_per_micro_batch)
+        values = torch.zeros(count, batch["completion_ids"].shape[1] + 1, device=self.accelerator.device)
+        with self._evaluating(), self.critic.in_use(self.model):
+            for number in range(self._most(len(parts))):
+                part = parts[min(number, len(parts) - 1)]
+                rows = {name: x[part] for name, x in batch.items()}
+                packed = None if lengths is None else [lengths[row] for row in part]
+                values[part] = self.critic.values(self.model, CriticRows(rows, packed))
+        return values
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -245,6 +255,14 @@ class GptOssPPOTrainer(GptOssGRPOTrainer):
             self.critic.train(training)
 
     # ---- a micro-batch ----
+
+    def _set_up_padding_free(self, enabled: bool) -> None:
+        if self.args.oom_retries:
+            raise ValueError(
+                f"oom_retries={self.args.oom_retries}: GptOssPPOTrainer does not try again, because the critic's part of a "
+                "micro-batch would count twice. Set oom_retries=0 and choose max_tokens_per_micro_batch with `trl-gptoss plan`."
+            )
+        super()._set_up_padding_free(enabled)
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         inputs = super()._prepare_inputs(generation_batch)
@@ -267,61 +285,11 @@ class GptOssPPOTrainer(GptOssGRPOTrainer):
         )
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        if not self.model.training:
+        """Around everything that may run the policy's forward, which a shared critic reads from."""
+        if self.model.training and not self._in_turn:
+            self._micro_batch = inputs
+        with self.critic.watching(model) as self._states:
             return super()._compute_loss(model, inputs)
-        self._micro_batch = inputs
-        args, mask = self.args, inputs["policy_mask"]
-        with self.critic.watching(model) as states:
-            logps, entropies, aux_loss = self._get_per_token_logps_and_entropies(
-                model,
-                torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-                torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-                inputs["completion_ids"].shape[1],
-                compute_entropy=True,
-                compute_aux_loss=self.aux_loss_enabled,
-            )
-        policy = policy_loss(
-            logps,
-            inputs.get("old_per_token_logps"),
-            inputs["advantages"],
-            mask,
-            epsilon=args.epsilon,
-            epsilon_high=args.epsilon_high,
-            dual_clip=args.dual_clip,
-        )
-        per_token = policy.loss
-        if "importance_sampling_ratio" in inputs:  # of the sampler's policy to the trainer's, with vLLM
-            per_token = per_token * inputs["importance_sampling_ratio"]
-        normalize, _ = self._normalizers
-        loss = normalize(per_token, mask)
-        self._log_mean("policy_loss", loss)
-        if self._kl_in("loss"):
-            kl = kl_estimate(logps, inputs["ref_per_token_logps"], mask, args.kl_estimator)
-            loss = loss + self.kl_term.coef * normalize(kl, mask)
-            self.kl_term.measure(kl, mask)
-        elif self._kl_in("reward"):
-            self.kl_term.measure(inputs["reward_kl"] * mask, mask)
-        if args.entropy_coef:
-            loss = loss + args.entropy_coef * normalize(entropy_loss(entropies, mask), mask)
-        if isinstance(self.critic, StatesCritic):
-            value = self._value_loss(self.critic.values_of(states, mask.shape[1]), inputs)
-            loss = loss + (value if args.critic_detach else args.value_coef * value)
-        if self.aux_loss_enabled:
-            loss = loss + self.router_aux_loss_coef * aux_loss / self.current_gradient_accumulation_steps
-            self._metrics["train"]["aux_loss"].append(self.accelerator.gather(aux_loss.detach()).mean().item())
-        self._log_policy(policy, entropies, mask)
-        return loss
-
-    def _value_loss(self, values_BT1: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        values, _ = split_values(values_BT1, inputs["policy_mask"])
-        mask = inputs["value_mask"]
-        result = value_loss(values, inputs["old_values"], inputs["returns"], mask, value_clip=self.args.value_clip)
-        _, normalize = self._normalizers
-        loss = normalize(result.loss, mask)
-        self._log_mean("value_loss", loss)
-        clipped, tokens = self._sum_over_ranks(torch.stack([result.clipped.sum(), mask.sum()])).tolist()
-        self._metrics["train"]["clip_ratio/value_mean"].append(clipped / tokens if tokens else float("nan"))
-        return loss
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
@@ -346,24 +314,21 @@ class GptOssPPOTrainer(GptOssGRPOTrainer):
         return torch.zeros((), device=self.accelerator.device)
 
     def _train_critic(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+        """Forward and backward of the critic, in the same parts as the policy's: all rows, or its turns."""
         self.critic.train(True)
-        with self.critic.in_use(model), self._critic_optimizer.accumulating():
-            loss = self._value_loss(self.critic.values(model, inputs), inputs)
-            self._critic_optimizer.backward(loss)
-
-    # ---- logs ----
-
-    def _log_mean(self, name: str, loss: torch.Tensor) -> None:
-        """A share of the step's loss, so that the mean over its micro-batches and ranks is the step's loss."""
-        share = loss.detach() * self.args.gradient_accumulation_steps
-        self._metrics["train"][name].append(self.accelerator.gather(share).mean().item())
-
-    def _log_policy(self, policy: PolicyLoss, entropies_BT: torch.Tensor, mask_BT: torch.Tensor) -> None:
-        for name, value in policy_metrics(policy, mask_BT, reduce=self._sum_over_ranks).items():
-            self._metrics["train"][name].append(value.item())
-        entropy = torch.where(mask_BT, entropies_BT.detach().float(), 0).sum()
-        total, tokens = self._sum_over_ranks(torch.stack([entropy, mask_BT.sum().float()])).tolist()
-        self._metrics["train"]["entropy"].append(total / tokens if tokens else float("nan"))
+        parts = [(inputs, CriticRows(inputs), True, 1.0)]
+        if self._padding_free:
+            group = self._sequence_group
+            parts = [(t.inputs, CriticRows(t.inputs, t.lengths, group), t.own, t.scale) for t in self._turns(inputs)]
+        counts = torch.zeros(3, device=self.accelerator.device)
+        for number, (batch, rows, own, scale) in enumerate(parts, 1):
+            last = number == len(parts)
+            with self.critic.in_use(model), self._critic_optimizer.accumulating(last):
+                loss, found = self._value_loss(self.critic.values(model, rows), batch)
+                self._critic_optimizer.backward(loss * scale, last)
+            if own:
+                counts += found
+        self._log_values(counts)
 
 
 class _AfterOptimizerStep(TrainerCallback):

@@ -242,6 +242,14 @@ class GptOssPPOConfig(GptOssGRPOConfig):
                 f"weights: with critic='shared' and critic_detach=False. Found critic={self.critic!r} and "
                 f"critic_detach={self.critic_detach}. Set critic_learning_rate instead."
             )
+        if self.critic == "shared" and (
+            self.max_tokens_per_micro_batch is not None or self.sequence_parallel_size > 1
+        ):
+            raise ValueError(
+                "critic='shared' reads the hidden states of one forward over a micro-batch, which "
+                f"max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} and "
+                f"sequence_parallel_size={self.sequence_parallel_size} divide. Use critic='separate' or 'lora'."
+            )
         if self.critic_detach and self.critic != "shared":
             raise ValueError(
                 f"critic_detach=True has no effect with critic={self.critic!r}, whose value loss never reaches the "

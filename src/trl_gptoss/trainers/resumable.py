@@ -88,6 +88,7 @@ class ResumableMixin(GRPOTrainer):
             running_loss=self._tr_loss.item(),
             last_logged_step=self._globalstep_last_logged,
             tokens_seen=self.state.num_input_tokens_seen,
+            world_size=self.args.world_size,
         )
 
     def _restore_loop_state(self, state: LoopState) -> None:
@@ -115,7 +116,15 @@ class ResumableMixin(GRPOTrainer):
                 "or with another number of processes. Training goes on from its weights, but not on the same curves."
             )
             return
-        self._restore_loop_state(LoopState.load(checkpoint, self.args.process_index, self.args.device))
+        state = LoopState.load(checkpoint, self.args.process_index, self.args.device)
+        if state.world_size != self.args.world_size:
+            logger.warning(
+                f"{checkpoint} was written by {state.world_size} process(es), this run has {self.args.world_size}: training "
+                "goes on from its weights and optimizer with a new generation batch, and not on the same curves."
+            )
+            self.state.num_input_tokens_seen = state.tokens_seen
+            return
+        self._restore_loop_state(state)
         if self.accelerator.is_main_process:
             self.sampled_logs.file.discard_after(self.state.global_step)
 
@@ -140,7 +149,12 @@ class ResumableMixin(GRPOTrainer):
         if step == 0:
             return
         if self.args.world_size > 1:
-            logger.error(f"{reason}: with several processes no checkpoint can be saved now. Resume from the last one.")
+            logger.error(
+                f"{reason}: with several processes no checkpoint can be saved now. Resume from the last one, with any "
+                "number of processes. If this process was waiting for others (a collective, a connection, a timeout), one "
+                "of them has died or hangs: the cause is in the log of the rank that stopped first.",
+                main_process_only=False,
+            )
             return
         if self.state.global_step != step or self._optimizer_is_stepping:
             logger.error(

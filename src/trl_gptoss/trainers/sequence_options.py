@@ -51,7 +51,7 @@ def choose_padding_free(args: GptOssGRPOConfig, model: nn.Module, accelerator: A
     size = args.sequence_parallel_size
     check_accelerator(accelerator, size)
     base = model.get_base_model() if is_peft_model(model) else model
-    needed = size > 1 or args.max_tokens_per_micro_batch is not None
+    needed = size > 1 or args.max_tokens_per_micro_batch is not None or args.oom_retries > 0
     packs = args.padding_free or needed
     if args.router_replay != "off":
         if packs:
@@ -80,6 +80,11 @@ def choose_padding_free(args: GptOssGRPOConfig, model: nn.Module, accelerator: A
         )
     if needed:
         _check_turns(args)
+    if args.oom_retries and accelerator.num_processes > 1:
+        raise ValueError(
+            f"oom_retries={args.oom_retries} with {accelerator.num_processes} processes: one that tries again leaves the others "
+            "waiting in a collective. Set oom_retries=0 and choose max_tokens_per_micro_batch with `trl-gptoss plan`."
+        )
     return True
 
 
@@ -87,7 +92,7 @@ def _check_turns(args: GptOssGRPOConfig) -> None:
     """What is not a sum over parts of a micro-batch cannot be back-propagated part by part."""
     what = (
         f"sequence_parallel_size={args.sequence_parallel_size} and "
-        f"max_tokens_per_micro_batch={args.max_tokens_per_micro_batch} back-propagate parts of a micro-batch one after another"
+        f"max_tokens_per_micro_batch={args.max_tokens_per_micro_batch} (or oom_retries={args.oom_retries}) back-propagate parts of a micro-batch one after another"
     )
     if args.router_aux_loss_coef != 0:
         raise ValueError(
@@ -104,6 +109,12 @@ def _check_turns(args: GptOssGRPOConfig) -> None:
         raise ValueError(
             f"{what}; the entropy bonus is a mean of tokens and loss_type={args.loss_type!r} is not, so their parts have "
             "different weights. Set max_tokens_per_micro_batch=None, or loss_type='bnpo'."
+        )
+    corrects = args.rollout_correction_level != "off" and (args.use_vllm or args.rollout_correction_level != "auto")
+    if corrects and args.max_tokens_per_micro_batch is not None and args.loss_type == "bnpo":
+        raise ValueError(
+            f"{what}; loss_type='bnpo' divides by the tokens that rollout correction keeps, which is known only after the "
+            "last part. Set max_tokens_per_micro_batch=None, or another loss_type."
         )
     if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
         raise ValueError(f"{what}; {args.optim} steps inside of backward. Choose another optimizer.")

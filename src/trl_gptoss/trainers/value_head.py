@@ -97,7 +97,7 @@ class SeparateCritic(nn.Module):
             ValueError: `completion_length` out of range.
         """
         hidden = self.backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-        return self.head(_completion_states(hidden, completion_length))
+        return self.head(completion_states(hidden, completion_length))
 
 
 class SharedCritic(nn.Module):
@@ -154,7 +154,7 @@ class SharedCritic(nn.Module):
             ValueError: shape, or `completion_length` out of range.
         """
         hidden = hidden_BSD.detach() if self.detach else hidden_BSD
-        return self.head(_completion_states(hidden, completion_length))
+        return self.head(completion_states(hidden, completion_length))
 
 
 @dataclass(slots=True)
@@ -199,8 +199,12 @@ def split_values(values_BT1: torch.Tensor, mask_BT: torch.Tensor) -> tuple[torch
     return values_BT1[:, :-1], values_BT1.gather(1, last).squeeze(1)
 
 
-def _completion_states(hidden_BSD: torch.Tensor, completion_length: int) -> torch.Tensor:
-    """Hidden states from the last prompt token on: (B, T + 1, D)."""
+def completion_states(hidden_BSD: torch.Tensor, completion_length: int) -> torch.Tensor:
+    """Hidden states from the last prompt token on: (B, T + 1, D).
+
+    Raises:
+        ValueError: shape, or `completion_length` out of range.
+    """
     if hidden_BSD.ndim != 3 or not 1 <= completion_length < hidden_BSD.shape[1]:
         raise ValueError(
             f"found hidden states {tuple(hidden_BSD.shape)} with completion_length={completion_length}; expected (B, S, D) "

@@ -1,0 +1,73 @@
+"""Draw the figures of docs/gallery.md from the committed rows:  python benchmarks/figures.py [--check]
+
+With --check nothing is written, and the exit status is 1 if a figure is not the one that the rows give.
+"""
+
+import argparse
+import csv
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from trl_gptoss.report.charts import Series, standalone_svg
+
+ROOT = Path(__file__).resolve().parents[1]
+FIGURES = ROOT / "docs" / "figures"
+
+
+def rows(path: str) -> list[dict[str, str]]:
+    with (ROOT / path).open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def retool_tiny() -> str:
+    """Held-out accuracy of each seed before and after RL, and with the tool out of order."""
+    curves = defaultdict(list)
+    for row in rows("benchmarks/retool_tiny.csv"):
+        label = row["policy"] if row["tool"] == "python" else f"{row['policy']}, tool unavailable"
+        curves[label].append((float(row["seed"]), float(row["accuracy"])))
+    return _draw("Tiny ReTool: held-out accuracy by seed", curves)
+
+
+def experts(mode: str, title: str) -> str:
+    """TFLOP/s of one layer of 32 experts over tokens."""
+    curves = defaultdict(list)
+    for row in rows("benchmarks/experts/h200.csv"):
+        if row["case"] == "layer" and row["experts"] == "32" and row["mode"] == mode and float(row["tflops"]) > 0:
+            curves[row["implementation"]].append((float(row["tokens"]), float(row["tflops"])))
+    return _draw(title, curves)
+
+
+def _draw(title: str, curves: dict[str, list[tuple[float, float]]]) -> str:
+    return standalone_svg(title, [Series(label=k, points=sorted(v), markers=True) for k, v in curves.items()])
+
+
+def figures() -> dict[str, str]:
+    """File name to content."""
+    return {
+        "retool_tiny.svg": retool_tiny(),
+        "experts_eval.svg": experts("eval", "Experts, forward only: TFLOP/s over tokens (H200, 32 experts)"),
+        "experts_trained.svg": experts(
+            "trained", "Experts, forward and backward: TFLOP/s over tokens (H200, 32 experts)"
+        ),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="only say which figures are out of date")
+    args = parser.parse_args()
+    old = []
+    for name, content in figures().items():
+        path = FIGURES / name
+        if path.is_file() and path.read_text(encoding="utf-8") == content:
+            continue
+        old.append(name)
+        if not args.check:
+            path.write_text(content, encoding="utf-8")
+    print(f"{'out of date' if args.check else 'drawn'}: {', '.join(old) or 'none'}")
+    return 1 if args.check and old else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Sequence parallelism on DDP, FSDP2, HSDP and ZeRO-3 gives the loss, the gradients and the parameters of one process."""
+
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from wrong_sharing import VARIANTS
+
+pytestmark = pytest.mark.distributed
+SCRIPT = Path(__file__).with_name("sharing.py")
+TENSORS = {"full": 37, "lora": 18}
+
+
+def launch(folder, cells, processes=4, timeout=280, zero3=False):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    if not zero3:
+        environment["ACCELERATE_USE_CPU"] = "true"
+    done = subprocess.run(
+        [*command, str(SCRIPT), str(folder), *cells], env=environment, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return {c: [json.loads((folder / f"{c}_{rank}.json").read_text()) for rank in range(processes)] for c in cells}
+
+
+def check(cell, ranks, processes=4):
+    """Bounds: 1e-12 in float64, 1e-5 in float32; gradients relative to each tensor's largest entry."""
+    wrapper, size, kind, _, dtype, *_ = cell.split(",")
+    bound = 1e-12 if dtype == "float64" else 1e-5
+    for seen in ranks:
+        assert seen["world"] == processes and seen["group"] == int(size)
+        assert seen["tensors"] == TENSORS[kind]
+        assert max(seen["loss"], seen["gradients"], seen["parameters"]) <= bound, (cell, seen)
+
+
+FAST = (
+    "ddp,2,lora,checkpointing,float64,sequence",
+    "fsdp2,4,full,checkpointing,float64",
+    "hsdp,2,full,plain,float32,token,fused,10",  # TRL's fused head, several micro-batches per rank
+)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """One launch: starting processes takes longer than what they do."""
+    cells = [*FAST, *(f"wrong,{name}" for name in ("none", *VARIANTS))]
+    return launch(tmp_path_factory.mktemp("sharing"), cells)
+
+
+@pytest.mark.parametrize("cell", FAST)
+def test_representative_cells(seen, cell):
+    check(cell, seen[cell])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_wrong_variants_are_seen(seen, name):
+    assert all(rank["gradients"] < 1e-12 for rank in seen["wrong,none"])
+    assert all(rank["gradients"] > 1e-2 for rank in seen[f"wrong,{name}"])
+
+
+KINDS = list(itertools.product(("full", "lora"), ("checkpointing", "plain"), ("token", "sequence")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wrapper", "size"), itertools.product(("ddp", "fsdp2", "hsdp"), (1, 2, 4)))
+def test_the_grid(tmp_path, wrapper, size):
+    cells = [f"{wrapper},{size},{a},{b},{dtype},{level}" for a, b, level in KINDS for dtype in ("float64", "float32")]
+    cells += [f"{wrapper},{size},{a},{b},float32,{level},fused,10" for a, b, level in KINDS]
+    for cell, ranks in launch(tmp_path, cells, timeout=1500).items():
+        print(cell, ranks[0])
+        check(cell, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra `deepspeed`")
+@pytest.mark.parametrize(
+    ("size", "kind", "checkpointing"), itertools.product((1, 2, 4), ("full", "lora"), ("checkpointing", "plain"))
+)
+def test_zero3(tmp_path, size, kind, checkpointing):
+    """DeepSpeed compiles an operator at its first start, for minutes; set TORCH_EXTENSIONS_DIR to keep it."""
+    cell = f"zero3,{size},{kind},{checkpointing},float32,token,fused,10"
+    ranks = launch(tmp_path, [cell], timeout=1700, zero3=True)[cell]
+    print(cell, ranks[0])
+    check(cell, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "size"), [(2, 2), (1, 1), (4, 4)])
+def test_a_sharded_checkpoint_goes_on_with_another_number_of_ranks(tmp_path, processes, size):
+    launch(tmp_path, ["resumed,save,2"])
+    for seen in launch(tmp_path, [f"resumed,load,{size}"], processes)[f"resumed,load,{size}"]:
+        assert seen["world"] == processes and seen["same"] and seen["parameters"] <= 1e-12, seen

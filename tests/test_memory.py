@@ -1,0 +1,177 @@
+"""The planner against an independent count: the model run on fake tensors (benchmarks/memory/simulate.py)."""
+
+import csv
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import GptOssConfig
+
+from trl_gptoss import cli
+from trl_gptoss.memory import GIB, ModelShape, TrainSetup, lora_parameters, predict_memory
+from trl_gptoss.plan_command import choose, load_shape
+from trl_gptoss.step_time import predict_step_time
+
+SIMULATE = Path(__file__).parents[1] / "benchmarks" / "memory" / "simulate.py"
+SHAPE = load_shape("openai/gpt-oss-20b")
+
+
+def test_parameters_are_those_of_the_model():
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import GptOssForCausalLM
+
+    config = GptOssConfig(num_hidden_layers=3, num_local_experts=8)
+    with torch.device("meta"):
+        model = GptOssForCausalLM(config)
+        shape = ModelShape.from_config(config)
+        assert shape.parameters == sum(p.numel() for p in model.parameters())
+        model = get_peft_model(
+            model,
+            LoraConfig(
+                r=7,
+                target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+                target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            ),
+        )
+    assert lora_parameters(shape, 7, experts=True) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_published_sizes():
+    assert SHAPE.parameters == pytest.approx(20.9e9, rel=5e-3)
+    assert load_shape("openai/gpt-oss-120b").parameters == pytest.approx(116.8e9, rel=5e-3)
+
+
+def _simulated(line: str) -> tuple[float, float]:
+    out = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SIMULATE), *line.split()], capture_output=True, text=True, timeout=300
+    )
+    assert out.returncode == 0, out.stderr[-2000:]
+    _, _, total, predicted, _ = out.stdout.strip().splitlines()[-1].split(", ")
+    return float(total), float(predicted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--layers 2 --tokens 16384",
+        "--layers 2 --tokens 16384 --chunk 4096 --fused-elementwise",
+        "--layers 2 --tokens 16384 --method full",
+        "--layers 2 --tokens 16384 --no-checkpointing",
+    ],
+)
+def test_prediction_equals_counted_allocations(line: str):
+    total, predicted = _simulated(line)
+    assert predicted == pytest.approx(total, rel=0.03)
+
+
+def test_committed_rows_are_what_the_planner_says_now():
+    """The simulation takes minutes; its committed rows must belong to the present formulas, and agree within 5 %."""
+    with (SIMULATE.parent / "simulated.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) >= 12
+    for row in rows:
+        assert abs(float(row["error"])) <= 0.05, row
+        setup, shape = _setup(row["settings"])
+        assert predict_memory(shape, setup).total / 2**20 == pytest.approx(float(row["predicted_mib"]), abs=1)
+
+
+def _setup(line: str) -> tuple[TrainSetup, ModelShape]:
+    words = line.split()
+
+    def value(name: str, default: str) -> str:
+        return words[words.index(name) + 1] if name in words else default
+
+    shape = replace(SHAPE, num_layers=int(value("--layers", "24")), num_experts=int(value("--experts-count", "32")))
+    method = value("--method", "lora")
+    setup = TrainSetup(
+        tokens=int(value("--tokens", "32768")),
+        method="full" if method == "full" else "lora",
+        lora_experts=method == "lora+experts",
+        activation_checkpointing="--no-checkpointing" not in words,
+        experts_implementation=value("--experts", "gptoss_fused"),
+        experts_token_chunk=int(value("--chunk", "0")),
+        fused_head="--naive-head" not in words,
+        fused_elementwise="--fused-elementwise" in words,
+        optimizer_bytes=0,
+    )
+    return setup, shape
+
+
+def test_every_lever_lowers_the_prediction():
+    start = TrainSetup(
+        tokens=65536, fused_head=False, activation_checkpointing=False, experts_implementation="grouped_mm"
+    )
+    peaks = [predict_memory(SHAPE, start).total]
+    for change in (
+        {"fused_head": True},
+        {"activation_checkpointing": True},
+        {"experts_implementation": "gptoss_fused"},
+        {"fused_elementwise": True},
+        {"experts_token_chunk": 8192},
+        {"num_gpus": 8, "sharding": "fsdp2"},
+        {"sequence_parallel_size": 8},
+    ):
+        start = replace(start, **change)
+        peaks.append(predict_memory(SHAPE, start).total)
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
+
+
+def test_activations_are_linear_in_tokens_and_states_do_not_depend_on_them():
+    small, large = (predict_memory(SHAPE, TrainSetup(tokens=n)) for n in (16384, 65536))
+    assert large.activations == pytest.approx(4 * small.activations, rel=1e-6)
+    assert large.parts["weights"] == small.parts["weights"]
+
+
+def test_choose_stops_at_the_first_lever_that_fits():
+    setup = TrainSetup(tokens=131072)
+    plain = predict_memory(SHAPE, setup).total
+    assert choose(SHAPE, setup, plain)[1] == []
+    chosen, used = choose(SHAPE, setup, plain - GIB)
+    assert used == ["fused_elementwise"] and chosen.fused_elementwise
+    assert choose(SHAPE, setup, 0)[1] == ["fused_elementwise", "experts_token_chunk"]
+
+
+def test_step_time_adds_up_and_grows_with_the_square_of_one_sequence():
+    one = predict_step_time(SHAPE, TrainSetup(tokens=65536))
+    cut = predict_step_time(SHAPE, TrainSetup(tokens=65536), lengths=[8192] * 8)
+    assert one.experts == cut.experts and one.attention > 4 * cut.attention
+    assert one.total == pytest.approx(
+        one.attention + one.experts + one.dense + one.elementwise + one.head + one.exchange
+    )
+    with pytest.raises(ValueError, match="sum to 10"):
+        predict_step_time(SHAPE, TrainSetup(tokens=65536), lengths=[10])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": 0}, "tokens is 0"),
+        ({"method": "qlora"}, "'lora', 'full'"),
+        ({"sharding": "fsdp2"}, "more than one GPU"),
+        ({"num_gpus": 4, "sequence_parallel_size": 3}, "does not divide"),
+        ({"experts_implementation": "grouped_mm", "experts_token_chunk": 4}, "needs experts_implementation"),
+    ],
+)
+def test_bad_setups(change: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        TrainSetup(**{"tokens": 8, **change})
+
+
+def test_command(capsys, tmp_path):
+    assert cli.main(["plan", "--tokens", "131072", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["peak_gib"] == pytest.approx(sum(found["parts_gib"].values()), abs=0.05)
+    assert cli.main(["plan", "--model", "openai/gpt-oss-120b", "--tokens", "8192"]) == 1
+    assert "DOES NOT FIT" in capsys.readouterr().out
+    assert cli.main(["plan", "--model", str(tmp_path)]) == 1
+    assert "config.json" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert cli.main(["plan", "--model", str(tmp_path)]) == 1
+    assert "'llama'" in capsys.readouterr().err
+    GptOssConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+    assert cli.main(["plan", "--model", str(tmp_path)]) == 0

