@@ -38,6 +38,7 @@ from ..hub.adapters import train_sinks
 from ..hub.publish import check_save_format
 from ..rollouts import GenerationBackend, RolloutLimits, ToolRunner
 from ..rollouts.transformers_backend import TransformersBackend
+from ..rollouts.vllm.stream import rollout_backend
 from ..trajectory import Trajectory
 from .callbacks import RolloutProgressCallback
 from .config import GptOssGRPOConfig
@@ -245,7 +246,7 @@ class GptOssGRPOTrainer(
         self.eos_token_ids = list(stop_ids)
         args = self.args
         if self.weight_sync is not None:
-            backend = self.weight_sync.engine
+            backend = rollout_backend(self.weight_sync.engine)
         else:
             self.generation_config.eos_token_id = list(stop_ids)
             backend = TransformersBackend(
