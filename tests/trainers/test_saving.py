@@ -62,6 +62,7 @@ def load_quantised(folder):
     return GptOssForCausalLM.from_pretrained(folder, quantization_config=Mxfp4Config(dequantize=True))
 
 
+@pytest.mark.slow
 def test_bf16_and_mxfp4_side_by_side(tmp_path):
     trainer = build(tmp_path, save_format="both")
     trainer.train()
@@ -75,6 +76,7 @@ def test_bf16_and_mxfp4_side_by_side(tmp_path):
     trainer.save_model()  # a second time over the first
 
 
+@pytest.mark.slow
 def test_mxfp4_alone_takes_the_place_of_the_weights_but_not_in_checkpoints(tmp_path):
     trainer = build(tmp_path, save_format="mxfp4")
     trainer.save_model()
