@@ -276,7 +276,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self):
-        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENGINE_READY_TIMEOUT_S": "1200"}
         log = open(f"/tmp/vllm_server_{self.port}.log", "a")
         self.process = subprocess.Popen(self.command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
@@ -345,7 +345,7 @@ def server_killed(folder):
     settings = {"vllm_mode": "server", "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
     seen = {}
     with server(folder) as running:
-        settings |= {"vllm_server_base_url": running.url, "vllm_server_timeout": 400}
+        settings |= {"vllm_server_base_url": running.url, "vllm_server_timeout": 1000}
         run = trainer(folder / "run", **settings)
         KillAt(running, run.weight_sync.engine.client, at=6, restart=True)
         run.args.max_steps = 3
@@ -405,7 +405,7 @@ def server_two_ranks(folder):
         reward_funcs=check,
         vllm_mode="server",
         vllm_server_base_url=url,
-        vllm_server_timeout=400,
+        vllm_server_timeout=1000,
         max_rollout_tokens=60,
         max_steps=3,
     )
