@@ -3,6 +3,7 @@
 A process of its own for each scenario: vLLM's engine cannot be taken down in a process that goes on.
 """
 
+import io
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from tiny_policy import byte_tokenizer, tiny_model
 
+from trl_gptoss import cli
 from trl_gptoss.rollouts import Observation, SampleRequest, ToolCall
 from trl_gptoss.rollouts.vllm import loading
 from trl_gptoss.rollouts.vllm.engine import WORKER_EXTENSION, EngineUnavailable
@@ -322,6 +324,23 @@ def server_file_float32(folder):
 
 def server_http_bfloat16(folder):
     return by_server(folder, "http", "bfloat16")
+
+
+def doctor(folder):
+    """The command against a running server: the same checkpoint, and one whose window is one token wider."""
+    outcomes = {}
+    options = ["--attention", "eager", "--experts", "eager", "--dtype", "float32", "--tokens", "96"]
+    with server(folder) as running:
+        for name, window in (("healthy", 32), ("wider", 33)):
+            model = policy()
+            model.config.sliding_window = window
+            model.save_pretrained(folder / name)
+            byte_tokenizer().save_pretrained(folder / name)
+            printed = io.StringIO()
+            with redirect_stdout(printed):
+                status = cli.main(["doctor", str(folder / name), *options, "--engine-url", running.url])
+            outcomes[name] = [status, printed.getvalue()]
+    return outcomes
 
 
 class KillAt:
