@@ -24,9 +24,12 @@ def example(recipe):
 
 
 def parse(module, path, *arguments):
-    """As the example does it: the classes that its own `main` is annotated with."""
+    """As the example does it: its own `parse`, or the classes that `main` is annotated with."""
+    command_line = ["--config", str(path), "--use_cpu", "true", *arguments]
+    if "parse" in vars(module):
+        return module.parse(command_line)
     classes = tuple(a for name, a in module.main.__annotations__.items() if name != "return")
-    return TrlParser(classes).parse_args_and_config(["--config", str(path), "--use_cpu", "true", *arguments])
+    return TrlParser(classes).parse_args_and_config(command_line)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)

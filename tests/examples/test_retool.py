@@ -66,7 +66,7 @@ def test_a_short_run_leaves_everything_behind(tmp_path):
     first = run_example(out, *small, "--max_steps", 1)
     rows = run_example(out, *small, "--max_steps", 2, "--resume_from_checkpoint", "true")
     assert rows[0] == first[0]  # the measurement before training survives the interruption
-    assert [(r["policy"], r["tool"], r["problems"]) for r in rows] == [
+    assert [(r["policy"], r["environment"], r["problems"]) for r in rows] == [
         ("before RL", "python", 6),
         ("after RL", "python", 6),
         ("after RL", "unavailable", 6),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1")
@@ -23,7 +24,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from tiny_policy import byte_tokenizer, tiny_model
 
-from trl_gptoss.rollouts import Observation, ToolCall
+from trl_gptoss.rollouts import Observation, SampleRequest, ToolCall
 from trl_gptoss.rollouts.vllm import loading
 from trl_gptoss.rollouts.vllm.engine import WORKER_EXTENSION, EngineUnavailable
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer, policy_weights
@@ -101,6 +102,35 @@ def colocate_float32(folder):
 
 def colocate_bfloat16(folder):
     return train(folder, vllm_mode="colocate", model=policy("bfloat16"))
+
+
+def streamed(folder):
+    """Requests that join while others are decoded get what they get in one batch; and a run whose mismatch is measured."""
+    run = trainer(
+        folder, vllm_mode="colocate", vllm_importance_sampling_correction=True, max_steps=2, max_rollout_tokens=40
+    )
+    engine, stream = run.weight_sync.engine, run._engine.backend
+    run._sync_vllm_weights()
+    prompts = [[5 + i, 9, 30 + i] * (1 + i) for i in range(6)]
+    options = [replace(engine.sampling, seed=i) for i in range(6)]
+    batch = [sample.ids for sample in engine.generate(prompts, [24] * 6, options)]
+    seen, requests = {}, [SampleRequest(prompt=p, max_new_tokens=24, sampling=o) for p, o in zip(prompts, options)]
+    polls = 0
+    for key in range(3):
+        stream.submit(key, requests[key])
+    while stream.waiting:
+        seen.update(stream.poll(0.0))
+        polls += 1
+        if 3 <= polls <= 5:  # in the middle of the others
+            stream.submit(polls, requests[polls])
+    run.train()
+    return {
+        "stream": type(stream).__name__,
+        "batch": batch,
+        "streamed": [seen[key].ids for key in range(6)],
+        "polls": polls,
+        "logs": [{k: v for k, v in e.items() if "rollout_correction" in k} for e in run.state.log_history],
+    }
 
 
 # ---- planted faults ----

@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from trl import GRPOTrainer
 
-from .intervals import accuracy_interval, pass_at
+from ..intervals import accuracy_interval, pass_at
 
 PROBLEM, ANSWER = "evaluation_problem", "evaluation_answer"  # columns
 

@@ -18,7 +18,7 @@ import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import yaml_dump
 
-from ..evaluation.intervals import wilson
+from ..intervals import wilson
 from ..report.charts import Series, number, standalone_svg
 from .scrub import redact
 from .upload import CARD, FIGURES_FOLDER, MXFP4_FOLDER, clean_name, is_local

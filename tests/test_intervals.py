@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from trl_gptoss.evaluation.intervals import accuracy_interval, effective_size, pass_at, wilson
+from trl_gptoss.intervals import accuracy_interval, effective_size, pass_at, wilson
 
 
 @pytest.mark.parametrize(
