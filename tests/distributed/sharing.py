@@ -7,6 +7,7 @@ transformers' eager attention and experts and a loss written out here.
 """
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -181,6 +182,7 @@ def optimizer_of(model):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-5)
 
 
+@functools.cache
 def one_process(kind, dtype, level, steps, batches=WORLD):
     """Loss, gradients and parameters of every step, for the mean over `batches` ranks."""
     model = policy(kind, dtype)
