@@ -3,6 +3,7 @@
 # make verify_if  the same without a tool, on instructions that a program checks
 # make test       lint, import contract, docs' code blocks, unit and distributed tests
 # make test-slow  the full grids, real data, several seeds
+# make test-vllm  against a real vLLM on CPU, in an environment of its own (3.8 GB)
 # make wheels     sdist, pure wheel and, where nvcc is, the platform wheel, into dist/
 # make docs       the documentation site, into site/
 SHELL := /bin/bash
@@ -15,7 +16,7 @@ ARGS  ?=
 GPU   := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU)
 ACCEL ?= configs/accelerate/$(if $(filter-out 0,$(GPU)),single_gpu,cpu).yaml
 
-.PHONY: retool gsm8k verify_if setup-tasks test test-slow lint setup setup-dev wheels docs constraints clean
+.PHONY: retool gsm8k verify_if setup-tasks test test-slow test-vllm lint setup setup-dev wheels docs constraints clean
 
 setup:
 	@scripts/setup_env.sh
@@ -47,6 +48,11 @@ test: lint
 
 test-slow: lint
 	$(PY) -m pytest -q -m "slow" $(ARGS)
+	$(MAKE) test-vllm
+
+test-vllm: setup-dev
+	scripts/setup_vllm_env.sh
+	TRL_GPTOSS_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(PY) -m pytest -q -m slow tests/vllm $(ARGS)
 
 wheels: setup-dev
 	PYTHON=$(PY) scripts/build_wheels.sh dist
@@ -60,4 +66,4 @@ constraints: setup-dev
 	mv constraints.new constraints.txt
 
 clean:
-	rm -rf .venv build dist site .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-vllm build dist site .pytest_cache .ruff_cache .import_linter_cache

@@ -33,6 +33,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add README and everything that is linked, from page to page."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     seen: set[Path] = set()
+    for recipe in sorted((ROOT / "configs" / "recipes").glob("*.yaml")):
+        seen.add(recipe)
+        files.append(File.generated(config, f"{OUTSIDE}/{recipe.relative_to(ROOT)}", abs_src_path=str(recipe)))
     while pages:
         page = pages.pop()
         for target in _targets(page):
@@ -54,7 +57,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Rewrite the relative links of a page for its place in the site."""
-    markdown = markdown.replace("<!-- commands -->", _commands() if "<!-- commands -->" in markdown else "")
+    for marker, table in (("<!-- commands -->", _commands), ("<!-- recipes -->", _recipes)):
+        if marker in markdown:
+            markdown = markdown.replace(marker, table())
     source = _source_of(page.file.src_uri)
     blocks: list[str] = []
 
@@ -86,6 +91,18 @@ def _commands() -> str:
 
     rows = [f"| `trl-gptoss {name}` | {command.help} |" for name, command in COMMANDS.items()]
     return "\n".join(["| command | what it does |", "|---|---|", *rows])
+
+
+def _recipes() -> str:
+    """The table of the recipes, from the comment that each begins with."""
+    rows = []
+    for path in sorted((ROOT / "configs" / "recipes").glob("*.yaml")):
+        comment = re.match(r"(?:#.*\n)+", path.read_text(encoding="utf-8"))
+        first = " ".join(line.strip("# ") for line in comment[0].splitlines()) if comment else ""
+        rows.append(
+            f"| [{path.name}](../configs/recipes/{path.name}) | {first.split('accelerate launch')[0].strip()} |"
+        )
+    return "\n".join(["| recipe | what it is |", "|---|---|", *rows])
 
 
 def _targets(page: Path) -> list[Path]:

@@ -17,11 +17,16 @@ SCRIPT = Path(__file__).with_name("sharing.py")
 TENSORS = {"full": 37, "lora": 18}
 
 
+CONFIGS = Path(__file__).parents[2] / "configs/accelerate"
+
+
 def launch(folder, cells, processes=4, timeout=280, zero3=False):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
+    if zero3:
+        command = accelerate_launch("zero3", processes, port)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     if not zero3:
         environment["ACCELERATE_USE_CPU"] = "true"
@@ -32,8 +37,13 @@ def launch(folder, cells, processes=4, timeout=280, zero3=False):
     return {c: [json.loads((folder / f"{c}_{rank}.json").read_text()) for rank in range(processes)] for c in cells}
 
 
+def accelerate_launch(config, processes, port):
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{config}.yaml")]
+    return [*command, f"--num_processes={processes}", f"--main_process_port={port}"]
+
+
 def check(cell, ranks, processes=4):
-    """Bounds: 1e-12 in float64, 1e-5 in float32; gradients relative to each tensor's largest entry."""
+    """Bounds: 1e-12 in float64, 1e-5 in float32; see `difference` in `sharing.py`."""
     wrapper, size, kind, _, dtype, *_ = cell.split(",")
     bound = 1e-12 if dtype == "float64" else 1e-5
     for seen in ranks:
@@ -71,7 +81,8 @@ KINDS = list(itertools.product(("full", "lora"), ("checkpointing", "plain"), ("t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("wrapper", "size"), itertools.product(("ddp", "fsdp2", "hsdp"), (1, 2, 4)))
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize(("wrapper", "size"), itertools.product(("ddp", "fsdp2", "hsdp"), (2, 4)))
 def test_the_grid(tmp_path, wrapper, size):
     cells = [f"{wrapper},{size},{a},{b},{dtype},{level}" for a, b, level in KINDS for dtype in ("float64", "float32")]
     cells += [f"{wrapper},{size},{a},{b},float32,{level},fused,10" for a, b, level in KINDS]
@@ -80,11 +91,14 @@ def test_the_grid(tmp_path, wrapper, size):
         check(cell, ranks)
 
 
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra `deepspeed`")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra `deepspeed`")
+@needs_deepspeed
 @pytest.mark.parametrize(
-    ("size", "kind", "checkpointing"), itertools.product((1, 2, 4), ("full", "lora"), ("checkpointing", "plain"))
+    ("size", "kind", "checkpointing"), itertools.product((2, 4), ("full", "lora"), ("checkpointing", "plain"))
 )
 def test_zero3(tmp_path, size, kind, checkpointing):
     """DeepSpeed compiles an operator at its first start, for minutes; set TORCH_EXTENSIONS_DIR to keep it."""
@@ -100,3 +114,40 @@ def test_a_sharded_checkpoint_goes_on_with_another_number_of_ranks(tmp_path, pro
     launch(tmp_path, ["resumed,save,2"])
     for seen in launch(tmp_path, [f"resumed,load,{size}"], processes)[f"resumed,load,{size}"]:
         assert seen["world"] == processes and seen["same"] and seen["parameters"] <= 1e-12, seen
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ("ddp", "MULTI_CPU"),
+        pytest.param("zero3", "DEEPSPEED", marks=needs_deepspeed),
+        pytest.param("zero3_sp", "DEEPSPEED", marks=needs_deepspeed),
+    ],
+)
+def test_the_configurations_as_they_are(tmp_path, config, kind):
+    """The fsdp2 files need GPUs: there Accelerate shards nothing without them, which the trainer refuses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [*accelerate_launch(config, 2, port), str(SCRIPT.with_name("launched.py")), str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1700)
+    assert done.returncode == 0, done.stderr[-6000:]
+    for rank in range(2):
+        seen = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert seen["type"] == kind and seen["world"] == 2 and seen["changed"] and len(seen["log"]) == 3
+        assert seen["wrapper"] == ("DistributedDataParallel" if kind == "MULTI_CPU" else "DeepSpeedEngine")
+        assert seen["partitioned"] == (0 if kind == "MULTI_CPU" else seen["parameters"])
+
+
+@pytest.mark.slow
+def test_an_fsdp_launch_that_accelerate_ignores_is_refused(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [*accelerate_launch("fsdp2", 2, port), str(SCRIPT.with_name("launched.py")), str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode != 0 and "nothing would be sharded" in done.stderr, done.stderr[-6000:]

@@ -1,15 +1,17 @@
 """What is refused for GPT-OSS, each with the control that passes, and where it can be run here, that it is wrong."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
 from tiny_policy import byte_tokenizer, tiny_model
-from transformers import Qwen2Config
+from transformers import GptOssConfig, Qwen2Config
 from transformers.integrations import deepgemm, sonicmoe
 from transformers.modeling_flash_attention_utils import _process_flash_attention_kwargs
 from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer, check_attention, check_experts, check_model
 
@@ -150,10 +152,66 @@ def test_eager_lets_packed_sequences_see_each_other():
     assert (together[:, :10] - model(first, use_cache=False).logits).abs().max() < 1e-4  # the control
 
 
-def test_expert_kernels_are_still_written_as_the_guard_says():
-    """Not runnable without their GPU kernels: pins what was read. If this fails, read them again."""
-    source = inspect.getsource(sonicmoe.sonicmoe_experts_forward)
-    assert "_apply_gate" not in source and sonicmoe.ACT_MAP["silu"] == "swiglu"
-    source = inspect.getsource(deepgemm.deepgemm_bf16_experts_forward)
-    assert "torch.empty(" in source and "autograd" not in inspect.getsource(deepgemm)
+def _experts_layer() -> tuple[GptOssExperts, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    config = GptOssConfig(hidden_size=32, intermediate_size=32, num_local_experts=4, num_hidden_layers=1)
+    config._experts_implementation = "eager"
+    layer = GptOssExperts(config)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(0, 0.5)
+    index = torch.rand(20, 4).topk(2).indices
+    return layer.bfloat16(), (torch.randn(20, 32).bfloat16(), index, torch.rand(20, 2).bfloat16())
+
+
+def test_sonicmoe_is_told_nothing_of_the_clamped_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' own function, with a stand-in for the kernel from the Hub that does what it is asked for."""
+    layer, (x, index, weight) = _experts_layer()
+
+    class Activation:
+        SWIGLU = "plain SwiGLU"
+
+    def kernel(x, scores, tokens, experts, w1, b1, w2, b2, *, E, activation_type, concat_layout, **options):
+        assert activation_type == Activation.SWIGLU and not concat_layout and E == 4
+        assert set(options) == {"is_inference_mode_enabled", "stream_id"}  # no alpha, no limit, no offset of one
+        out = torch.zeros_like(x)
+        for score, token, e in zip(scores, tokens.long(), experts.long(), strict=True):
+            both = w1[:, :, e] @ x[token] + b1[e]
+            hidden = torch.nn.functional.silu(both[::2]) * both[1::2]
+            out[token] += score * (w2[:, :, e] @ hidden + b2[e])
+        return out, None
+
+    stand_in = sonicmoe.SonicMoE(activation_type_enum=Activation, moe_general_routing_inputs=kernel)
+    monkeypatch.setattr(sonicmoe, "_SONICMOE", stand_in)
+    plain = lambda gate_up: torch.nn.functional.silu(gate_up[..., ::2]) * gate_up[..., 1::2]  # noqa: E731
+    with torch.no_grad():
+        found, right = sonicmoe.sonicmoe_experts_forward(layer, x, index, weight), layer(x, index, weight)
+        monkeypatch.setattr(layer, "_apply_gate", plain)
+        wrong = layer(x, index, weight)
+    assert (found - wrong).norm() < 0.03 * wrong.norm()  # the control: all but the activation is the same
+    assert (found - right).norm() > 0.3 * right.norm()
+
+
+def test_deepgemm_gives_the_experts_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' own function, with a stand-in for the kernel from the Hub, which writes into a given buffer."""
+    layer, (x, index, weight) = _experts_layer()
+
+    def kernel(rows, weights, out, layout, *, use_psum_layout):
+        with torch.no_grad():
+            for row, e in enumerate(layout.tolist()):
+                out[row] = rows[row] @ weights[e] if e >= 0 else 0
+
+    monkeypatch.setattr(deepgemm, "is_sm100", lambda: False)
+    monkeypatch.setattr(deepgemm, "_DEEPGEMM", SimpleNamespace(grouped_bf16_matmul_nn=kernel, m_alignment=8))
+    x.requires_grad_()
+    found, right = deepgemm.deepgemm_bf16_experts_forward(layer, x, index, weight), layer(x, index, weight)
+    assert (found - right).norm() < 0.03 * right.norm()  # the control: the values are right
+    found.float().sum().backward()
+    assert x.grad is None and layer.gate_up_proj.grad is None and layer.down_proj.grad is None
+    right.float().sum().backward()
+    assert x.grad is not None and layer.gate_up_proj.grad is not None and layer.down_proj.grad is not None
+
+
+def test_the_kernel_for_the_whole_layer_is_still_there() -> None:
+    """MegaBlocksMoeMLP comes from the Hub and cannot be run here: pins what was read."""
     assert '@use_kernel_forward_from_hub("MegaBlocksMoeMLP")\nclass GptOssMLP' in inspect.getsource(modeling_gpt_oss)

@@ -1,5 +1,6 @@
 """What the trainer writes in each `save_format`, with and without adapters; which weights sample; resuming adapters."""
 
+import functools
 import json
 import logging
 
@@ -61,6 +62,7 @@ def load_quantised(folder):
     return GptOssForCausalLM.from_pretrained(folder, quantization_config=Mxfp4Config(dequantize=True))
 
 
+@pytest.mark.slow
 def test_bf16_and_mxfp4_side_by_side(tmp_path):
     trainer = build(tmp_path, save_format="both")
     trainer.train()
@@ -74,6 +76,7 @@ def test_bf16_and_mxfp4_side_by_side(tmp_path):
     trainer.save_model()  # a second time over the first
 
 
+@pytest.mark.slow
 def test_mxfp4_alone_takes_the_place_of_the_weights_but_not_in_checkpoints(tmp_path):
     trainer = build(tmp_path, save_format="mxfp4")
     trainer.save_model()
@@ -189,3 +192,34 @@ def test_the_recipe_is_what_was_set(tmp_path):
     found = recipe(trainer.args)
     assert found["seed"] == 7 and found["learning_rate"] == 1e-2 and found["max_rollout_tokens"] == 6
     assert not {"output_dir", "hub_token", "report_to", "use_cpu", "logging_steps", "save_steps"} & set(found)
+
+
+class Counter:
+    """An environment that counts."""
+
+    def reset(self, **kwargs) -> None:
+        self.count = 0
+
+    def increment(self, by: int) -> int:
+        """Add to the counter.
+
+        Args:
+            by: how much.
+        """
+        self.count += by
+        return self.count
+
+
+def test_the_card_names_the_environment_also_after_the_run(tmp_path):
+    data = Dataset.from_list([{"prompt": [{"role": "user", "content": "count"}]}] * 4)
+    args = GptOssGRPOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_turns=3, max_rollout_tokens=9
+    )
+    factory = functools.partial(Counter)
+    trainer = GptOssGRPOTrainer(
+        tiny_model(), length_reward, args, data, processing_class=TOKENIZER, environment_factory=factory
+    )
+    trainer._end_environments()
+    trainer.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    assert "Multi-turn rollouts; environment Counter; at most 3 turns; at most 9 tokens after the prompt." in card

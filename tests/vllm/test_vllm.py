@@ -115,3 +115,15 @@ def test_two_ranks_share_a_server_and_keep_their_own_rollouts(python, tmp_path):
             assert (turns, failures) == ((3, 2) if rank else (1, 0))
     assert ranks[0]["weights"] == ranks[1]["weights"]
     assert max(probes(ranks[0]["logs"])) <= FLOAT32
+
+
+@pytest.mark.timeout(2000)
+def test_requests_join_while_others_are_decoded_and_the_mismatch_is_measured(python, tmp_path):
+    seen = run(python, tmp_path, "streamed")
+    assert seen["stream"] == "ColocateStream" and seen["streamed"] == seen["batch"]
+    assert seen["polls"] > 20  # steps of the engine, not batches
+    steps = [entry for entry in seen["logs"] if entry]
+    assert len(steps) == 2
+    for entry in steps:
+        assert entry["rollout_correction/abs_log_ratio"] <= FLOAT32
+        assert entry["rollout_correction/ess_sequence"] > 0.999 and entry["rollout_correction/kept_fraction"] == 1.0

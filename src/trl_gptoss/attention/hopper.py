@@ -86,9 +86,9 @@ def _one_shot(
 
 def _loadable(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """The bulk copy engine wants 16-byte aligned rows of contiguous elements; copy what is not."""
-    return [
-        x
-        if x.stride(2) == 1 and not (x.stride(0) % 8 or x.stride(1) % 8 or x.data_ptr() % 16)
-        else x.clone(memory_format=torch.contiguous_format)
-        for x in tensors
-    ]
+    loadable = []
+    for x in tensors:
+        token, head, element = x.stride()
+        good = element == 1 and not (token % 8 or head % 8 or x.data_ptr() % 16)
+        loadable.append(x if good else x.clone(memory_format=torch.contiguous_format))
+    return loadable

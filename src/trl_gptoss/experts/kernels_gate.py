@@ -50,26 +50,15 @@ def _gate_backward_kernel(
         expert, begin, end = locate_tile(offsets_ptr, running, tile, BM)
         gate_sum = tl.zeros((BR, BC), tl.float32)
         linear_sum = tl.zeros((BR, BC), tl.float32)
-        last = min(begin + BM, end)
-        rows = begin + tl.arange(0, BR)
-        row_mask = rows < last
-        mask = row_mask[:, None] & c_mask[None, :]
-        place = rows.to(tl.int64)[:, None] * I + column[None, :]
-        assignment = tl.load(order_ptr + rows, mask=row_mask, other=0)
-        weight = tl.load(weight_ptr + assignment, mask=row_mask, other=0.0).to(tl.float32)
-        pair = tl.load(pair_ptr + place, mask=mask, other=0)
-        grad_raw = tl.load(grad_ptr + place, mask=mask, other=0.0)
-        for start in range(begin, last, BR):
-            # the next rows are on their way while these are computed: alone, a step waits for memory twice
-            rows = start + BR + tl.arange(0, BR)
-            next_row_mask = rows < last
-            next_mask = next_row_mask[:, None] & c_mask[None, :]
-            next_place = rows.to(tl.int64)[:, None] * I + column[None, :]
-            next_assignment = tl.load(order_ptr + rows, mask=next_row_mask, other=0)
-            next_pair = tl.load(pair_ptr + next_place, mask=next_mask, other=0)
-            next_grad = tl.load(grad_ptr + next_place, mask=next_mask, other=0.0)
-            next_weight = tl.load(weight_ptr + next_assignment, mask=next_row_mask, other=0.0).to(tl.float32)
-            grad = grad_raw.to(tl.float32)
+        for start in range(begin, min(begin + BM, end), BR):
+            rows = start + tl.arange(0, BR)
+            row_mask = rows < end
+            assignment = tl.load(order_ptr + rows, mask=row_mask, other=0)
+            weight = tl.load(weight_ptr + assignment, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+            mask = row_mask[:, None] & c_mask[None, :]
+            place = rows.to(tl.int64)[:, None] * I + column[None, :]
+            pair = tl.load(pair_ptr + place, mask=mask, other=0)
+            grad = tl.load(grad_ptr + place, mask=mask, other=0.0).to(tl.float32)
             gate_raw = pair.to(half).to(dtype, bitcast=True).to(tl.float32)
             linear_raw = (pair >> BITS).to(half).to(dtype, bitcast=True).to(tl.float32)
             gate = tl.minimum(gate_raw, limit)
@@ -79,19 +68,17 @@ def _gate_backward_kernel(
             hidden = linear * glu
             dot = tl.sum(hidden * grad, axis=1)
             tl.store(dot_ptr + assignment.to(tl.int64) * column_tiles + segment, dot, mask=row_mask)
-            grad *= weight[:, None]
+            grad *= weight
             d_linear = tl.where(tl.abs(linear_raw) <= limit, grad * glu, 0.0)
             d_gate = tl.where(gate_raw <= limit, grad * linear * (sigmoid + alpha * glu * (1.0 - sigmoid)), 0.0)
             low = d_gate.to(dtype).to(half, bitcast=True).to(word) & ((1 << BITS) - 1)
             high = d_linear.to(dtype).to(half, bitcast=True).to(word) << BITS
             tl.store(pair_ptr + place, low | high, mask=mask)
             if KEEP:
-                tl.store(grad_ptr + place, (hidden * weight[:, None]).to(dtype), mask=mask)
+                tl.store(grad_ptr + place, (hidden * weight).to(dtype), mask=mask)
             if BIAS:
                 gate_sum += d_gate
                 linear_sum += d_linear
-            row_mask, mask, place = next_row_mask, next_mask, next_place
-            assignment, weight, pair, grad_raw = next_assignment, next_weight, next_pair, next_grad
         if BIAS:
             partial = bias_ptr + tile.to(tl.int64) * 2 * I + 2 * column
             tl.store(partial, tl.sum(gate_sum, axis=0), mask=c_mask)
@@ -155,6 +142,6 @@ def gate_backward(
         BM=PAD,
         BR=8,
         BC=_COLUMNS,
-        num_warps=8,  # four pairs per thread: loads and stores then have one layout, and nothing passes shared memory
+        num_warps=4,
     )
     return dots, partial

@@ -1,7 +1,7 @@
 """Sequences and parameters spread over ranks, one technique per file.
 
 `mesh` says which ranks work together, `ulysses` exchanges tokens for heads around attention, `sequence` shards tokens and
-lends batches, `checks` refuses what would be wrong, `fsdp2` and `zero3` shard parameters, `checkpoint` saves shards.
+lends batches, `checks` refuses what would be wrong, `fsdp2` shards parameters, `checkpoint` saves the shards.
 """
 
 from .checkpoint import full_state_dict, load_full_state_dict, load_sharded, save_sharded
@@ -10,7 +10,6 @@ from .fsdp2 import assert_sharded, fsdp2_plugin, shard_model
 from .mesh import SequenceGroup, sequence_group, shard_mesh
 from .sequence import gather_tokens, shard_tokens, share_batches
 from .ulysses import HeadExchange, check_heads
-from .zero3 import zero3_config
 
 __all__ = [
     "HeadExchange",
@@ -30,5 +29,4 @@ __all__ = [
     "shard_mesh",
     "shard_tokens",
     "share_batches",
-    "zero3_config",
 ]

@@ -1,5 +1,8 @@
 """What sequence parallelism cannot be right with, said before anything is loaded to a GPU."""
 
+import os
+
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from transformers import PretrainedConfig
@@ -7,6 +10,8 @@ from transformers import PretrainedConfig
 from ..attention import NAME
 from .ulysses import check_heads
 
+# What `accelerate launch` sets, and Accelerate drops without a word on machines without GPUs.
+_LAUNCHED = {"ACCELERATE_USE_FSDP": DistributedType.FSDP, "ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED}
 _RECURRENT = ("mamba", "linear_attention", "recurrent", "conv")
 
 
@@ -38,7 +43,7 @@ def check_sequence_parallel(config: PretrainedConfig, size: int) -> None:
 
 
 def check_accelerator(accelerator: Accelerator, size: int) -> None:
-    """Refuse a sequence parallelism of somebody else's.
+    """Refuse a launch that Accelerate has not followed, and a sequence parallelism of somebody else's.
 
     Args:
         accelerator ([`~accelerate.Accelerator`]): TRL looks at `args.parallelism_config` only, which stays None when
@@ -48,6 +53,18 @@ def check_accelerator(accelerator: Accelerator, size: int) -> None:
     Raises:
         ValueError: what was found, why it is wrong, and what to set.
     """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != accelerator.num_processes:
+        raise ValueError(
+            f"{world} processes were started and Accelerate knows of {accelerator.num_processes}: each would train a model of "
+            "its own. Without GPUs set use_cpu=True in the trainer's configuration."
+        )
+    for variable, expected in _LAUNCHED.items():
+        if os.environ.get(variable, "false").lower() == "true" and accelerator.distributed_type != expected:
+            raise ValueError(
+                f"The launcher asked for {expected} and Accelerate runs {accelerator.distributed_type}: nothing would be "
+                "sharded. FSDP needs GPUs; DeepSpeed needs use_cpu=False. Use configs/accelerate/ddp.yaml otherwise."
+            )
     theirs = accelerator.parallelism_config
     for name in ("cp_size", "sp_size"):
         if theirs is not None and getattr(theirs, name) > 1:

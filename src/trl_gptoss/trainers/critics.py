@@ -145,7 +145,7 @@ class AdapterCritic(Critic):
     """`critic="lora"`.
 
     Args:
-        policy (`PeftModel`): gets a second adapter like the one that is trained.
+        policy (`PeftModel`): gets a second adapter like the one that is trained, without its `modules_to_save`.
         seed (`int`): of the adapter's random half, so that all processes have the same one.
         accelerator (`Accelerator`): to find the policy under its wrapper.
 
@@ -165,6 +165,9 @@ class AdapterCritic(Critic):
         self.policy_adapter = policy.active_adapter
         config = copy.deepcopy(policy.peft_config[self.policy_adapter])
         config.inference_mode = False
+        config.modules_to_save = (
+            None  # whole copies, which whatever reads the policy by name would take for the policy's
+        )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             policy.add_adapter(ADAPTER, config)

@@ -1,6 +1,8 @@
 """`GptOssGRPOTrainer`: TRL's GRPO with a token-exact tool loop and a ratio that is exactly 1 where it has to be."""
 
 import copy
+import functools
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -36,6 +38,7 @@ from ..hub.adapters import train_sinks
 from ..hub.publish import check_save_format
 from ..rollouts import GenerationBackend, RolloutLimits, ToolRunner
 from ..rollouts.transformers_backend import TransformersBackend
+from ..rollouts.vllm.stream import rollout_backend
 from ..trajectory import Trajectory
 from .callbacks import RolloutProgressCallback
 from .config import GptOssGRPOConfig
@@ -222,7 +225,7 @@ class GptOssGRPOTrainer(
     # ---- what a model card says ----
 
     def _describe_task(self) -> str:
-        environments = sorted({type(environment).__name__ for environment in self.environments or ()})
+        environments = sorted({_name_of(factory) for factory in (self.environment_factories or {}).values()})
         tools = sorted({tool.__name__ for tool in self.tools or ()})
         parts = ["Multi-turn rollouts" if environments or tools else "Single-turn completions"]
         parts += [f"environment {', '.join(environments)}"] if environments else []
@@ -243,7 +246,7 @@ class GptOssGRPOTrainer(
         self.eos_token_ids = list(stop_ids)
         args = self.args
         if self.weight_sync is not None:
-            backend = self.weight_sync.engine
+            backend = rollout_backend(self.weight_sync.engine)
         else:
             self.generation_config.eos_token_id = list(stop_ids)
             backend = TransformersBackend(
@@ -467,3 +470,10 @@ def _complete(logps: list[list[float] | None], trajectories: list[Trajectory]) -
         [math.nan] * len(trajectory.completion_ids) if row is None else row
         for row, trajectory in zip(logps, trajectories)
     ]
+
+
+def _name_of(factory: Callable) -> str:
+    """The class or function behind a factory of environments."""
+    while isinstance(factory, functools.partial):
+        factory = factory.func
+    return factory.__name__ if inspect.isclass(factory) or inspect.isfunction(factory) else type(factory).__name__

@@ -57,7 +57,9 @@ class SavingMixin(Trainer):
         model = self.accelerator.unwrap_model(self.model)
         adapters = is_peft_model(model)
         is_checkpoint = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", folder.name) is not None
-        if self.args.save_format == "mxfp4" and not adapters and not is_checkpoint and self.args.should_save:
+        sharded_at_load = self.is_distributed_loading_by_transformers  # then every rank has to take part in saving
+        only_mxfp4 = self.args.save_format == "mxfp4" and not adapters and not is_checkpoint
+        if only_mxfp4 and self.args.should_save and not sharded_at_load:
             self._save_only_mxfp4(folder, state_dict)
             return
         super()._save(output_dir, state_dict)
@@ -259,6 +261,8 @@ class SavingMixin(Trainer):
         except (SecretFound, OSError) as error:  # the run and its checkpoint on disk go on without the upload
             logger.error(f"{Path(checkpoint_folder).name} was not pushed: {error}")
             return
+        for job in jobs:
+            job.add_done_callback(_log_failure)
         if self.push_in_progress is None or not busy:
             self.push_in_progress = PushInProgress(jobs)
         else:
@@ -303,6 +307,11 @@ class SavingMixin(Trainer):
             private=self.args.hub_private_repo if private is None else private,
             revision=revision,
         )
+
+
+def _log_failure(job: Future) -> None:
+    if not job.cancelled() and job.exception() is not None:
+        logger.error(f"A push from a checkpoint failed: {job.exception()}", main_process_only=False)
 
 
 def recipe(args: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """vLLM in the trainer's own process: on the same GPU (one engine for each rank or tensor-parallel group), or on CPU."""
 
+import itertools
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,7 @@ class ColocateEngine:
         self.extra = extra
         self.group = tensor_parallel_group
         self.sleeps = sleeps
+        self._names = itertools.count()
         self.collective = tensor_parallel_group is not None
         self.info = EngineInfo.of(llm.collective_rpc("policy_describe")[0])
         self._asleep = False
@@ -138,6 +140,20 @@ class ColocateEngine:
             return []
         outputs = self._ask([prompt for prompt, _, _ in requests], [self._params(n, o) for _, n, o in requests])
         return [_sample_of(output) for output in outputs]
+
+    def add(self, prompt: list[int], limit: int, options: SamplingOptions) -> str:
+        """Put a request into the batch that `step` advances. Returns its name there."""
+        from vllm.sampling_params import RequestOutputKind
+
+        params = self._params(limit, options)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        name = f"rollout-{next(self._names)}"
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        return name
+
+    def step(self) -> list[tuple[str, Sample]]:
+        """Decode one token of every running request. Returns the samples that are finished, by the names of `add`."""
+        return [(o.request_id, _sample_of(o)) for o in self.llm.llm_engine.step() if o.finished]
 
     def _params(self, limit: int, options: SamplingOptions) -> "SamplingParams":
         from vllm import SamplingParams

