@@ -29,7 +29,7 @@ def test_labels_are_what_a_policy_samples():
         trained = tokenizer.decode([i for i in row["labels"] if i != -100])
         masked = tokenizer.decode([i for i, label in zip(row["input_ids"], row["labels"]) if label == -100])
         assert trained == (
-            f"<|channel|>analysis to=python code<|message|>{call}<|call|><|channel|>final<|message|>{final}<|return|>"
+            f" to=python<|channel|>analysis code<|message|>{call}<|call|><|channel|>final<|message|>{final}<|return|>"
         )
         assert f"<|message|>{user}<|end|>" in masked and f"<|message|>{result}<|end|>" in masked
         assert all(label in (-100, i) for i, label in zip(row["input_ids"], row["labels"]))
