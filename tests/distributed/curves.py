@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+import ppo_run
 import torch
 import torch.distributed as dist
 from datasets import Dataset
@@ -71,6 +72,23 @@ def curve(size, budget, lora):
     return t.state.log_history
 
 
+def ppo_curve(size):
+    """An adapter of the policy's model is the critic."""
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    t = ppo_run.build(
+        FOLDER / "ppo",
+        model=tiny_model(attn_implementation="sink_fa3", experts_implementation="gptoss_fused"),
+        critic="lora",
+        lora=lora,
+        tools=(),
+        max_steps=20,
+        critic_warmup_steps=2,
+        sequence_parallel_size=size,
+    )
+    t.train()
+    return t.state.log_history
+
+
 def killed():
     """Rank 1 disappears in the middle of the third step's forward pass."""
     t = trainer(FOLDER / "killed", max_steps=5, save_strategy="steps", save_steps=1, sequence_parallel_size=2)
@@ -99,6 +117,8 @@ if __name__ == "__main__":
         "shared": lambda: curve(2, None, False),
         "own_lora": lambda: curve(1, None, True),
         "shared_lora": lambda: curve(2, 300, True),
+        "own_ppo": lambda: ppo_curve(1),
+        "shared_ppo": lambda: ppo_curve(2),
         "killed": killed,
         "resumed": resumed,
     }

@@ -167,10 +167,14 @@ def named(model):
 
 
 def difference(ours, theirs, relative=True):
-    """Largest error over all tensors; relative to each tensor's largest entry, or absolute (parameters are about 0.1)."""
+    """Largest error over all tensors, relative or absolute (parameters are about 0.1). Relative to the largest entry of the
+    same tensor in float64; of any tensor in float32, where small ones hold nothing but the rounding of the large ones."""
     assert ours.keys() == theirs.keys()
-    scale = {n: x.abs().max().clamp(min=1e-30) if relative else 1.0 for n, x in theirs.items()}
-    return max(float((ours[n].detach() - x).abs().max() / scale[n]) for n, x in theirs.items())
+    scale = {n: float(x.abs().max().clamp(min=1e-30)) for n, x in theirs.items()}
+    if next(iter(theirs.values())).dtype == torch.float32:
+        scale = dict.fromkeys(scale, max(scale.values()))
+    errors = {n: float((ours[n].detach() - x).abs().max()) for n, x in theirs.items()}
+    return max(error / scale[n] if relative else error for n, error in errors.items())
 
 
 def optimizer_of(model):

@@ -43,7 +43,7 @@ def accelerate_launch(config, processes, port):
 
 
 def check(cell, ranks, processes=4):
-    """Bounds: 1e-12 in float64, 1e-5 in float32; gradients relative to each tensor's largest entry."""
+    """Bounds: 1e-12 in float64, 1e-5 in float32; see `difference` in `sharing.py`."""
     wrapper, size, kind, _, dtype, *_ = cell.split(",")
     bound = 1e-12 if dtype == "float64" else 1e-5
     for seen in ranks:
