@@ -222,4 +222,5 @@ def test_the_card_names_the_environment_also_after_the_run(tmp_path):
     trainer._end_environments()
     trainer.create_model_card()
     card = (tmp_path / "README.md").read_text()
-    assert "Multi-turn rollouts; environment Counter; at most 3 turns; at most 9 tokens after the prompt." in card
+    assert "Multi-turn rollouts; environment Counter;" in card
+    assert "; at most 3 turns; at most 9 tokens after the prompt." in card
