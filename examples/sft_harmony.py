@@ -75,7 +75,9 @@ def samples(
 
 def main(script_args: SftArguments, args: SFTConfig, model_args: ModelArguments) -> None:
     model = model_args.prepare(args, task="retool")
-    args.model_init_kwargs = model_init_kwargs(model, args.model_init_kwargs, model_args.trust_remote_code)
+    args.model_init_kwargs = model_init_kwargs(model, args.model_init_kwargs, args.trust_remote_code)
+    if args.router_aux_loss_coef is None:
+        args.router_aux_loss_coef = 0.0  # TRL would take 0.9 from GPT-OSS's configuration
     tokenizer = AutoTokenizer.from_pretrained(model)
     if script_args.dataset_name is None:
         conversations = made_conversations(script_args.train_size, args.seed)

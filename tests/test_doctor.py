@@ -246,4 +246,30 @@ def test_the_command(saved, checkpoint, rows, tmp_path, capsys):
     assert cli.main(["doctor", saved, *same, "--engine-logps", str(path)]) == 1
     assert "the nucleus of 0.8" in capsys.readouterr().out
     with pytest.raises(SystemExit):
+        cli.main(["doctor", saved, "--engine-logps", str(path), "--engine-url", "http://localhost:1"])
+    with pytest.raises(SystemExit):
         cli.main(["doctor", saved, "--engine-logps", str(path), "--engine-dtype", "bfloat16"])
+
+
+@pytest.mark.slow
+def test_the_command_with_a_server(saved, checkpoint, capsys, monkeypatch):
+    """The client stands for a server with another rope; tests/vllm has a real one."""
+    engine = copy.deepcopy(checkpoint)
+    rope_base(None, engine)
+
+    class Client:
+        def __init__(self, url, server_timeout, request_timeout):
+            assert url == "http://localhost:8000"
+
+        def wait(self):
+            pass
+
+        def score(self, ids):
+            return score(engine, [ids], Reading())[0].tolist()
+
+    monkeypatch.setattr("trl_gptoss.rollouts.vllm.client.VllmClient", Client)
+    same = ["--attention", "eager", "--experts", "grouped_mm", "--dtype", "float32", "--tokens", "96"]
+    # The engine computes at temperature 1 whatever the run's temperature is, and so does the trainer's side then.
+    line = ["doctor", saved, *same, "--temperature", "0.7", "--engine-url", "http://localhost:8000"]
+    assert cli.main(line) == 1
+    assert "culprit: rope: the engine's rope base is 150000" in capsys.readouterr().out

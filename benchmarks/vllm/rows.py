@@ -20,6 +20,7 @@ SCENARIOS = (
     "server_file_float32",
     "server_http_bfloat16",
     "lora",
+    "server_killed",
     "server_two_ranks",
 )
 

@@ -217,7 +217,8 @@ def test_identity_on_plain_flash_attention(monkeypatch, sink, window, compare):
 
 
 class PlainFlash4:
-    """Stands for flash-attn-4 on SM90: sinks inside, but garbage in rows that see no key."""
+    """Stands for flash-attn-4 on SM90: sinks inside, but garbage in rows that see no key, an overflow in the log-sum-exp for large
+    sinks and no number as the gradient of infinite ones."""
 
     @staticmethod
     def _flash_attn_fwd(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
@@ -239,6 +240,8 @@ class PlainFlash4:
         )
         blind = (out == 0).all(-1).all(-1)
         out[blind], lse[:, blind] = math.nan, 3.0
+        if learnable_sink is not None:
+            lse[learnable_sink > 88] = math.inf
         return out, lse, None, None, None
 
     @staticmethod
@@ -250,12 +253,14 @@ class PlainFlash4:
             softmax_scale, deterministic,
         )  # fmt: skip
         dq[(out == 0).all(-1).all(-1)] = math.nan
+        if learnable_sink is not None:
+            grads[2][learnable_sink.isinf()] = math.nan
         return (dq, *grads) if learnable_sink is not None else (dq, *grads[:2])
 
 
-@pytest.mark.parametrize("sink", [None, 0.7])
+@pytest.mark.parametrize("sink", [None, 0.7, 1e4, math.inf, -math.inf])
 @pytest.mark.parametrize("causal, window", [(True, 0), (True, 5), (False, 0)])
-def test_flash_attn_4_rows_without_keys(monkeypatch, sink, causal, window):
+def test_flash_attn_4_corners(monkeypatch, sink, causal, window):
     monkeypatch.setattr(fa4, "_interface", lambda: PlainFlash4)
     torch.manual_seed(0)
     q, k, v = (torch.randn(n, h, 8, dtype=torch.float64) for n, h in ((44, 4), (37, 2), (37, 2)))

@@ -64,6 +64,7 @@ def stand_in(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels looks for CUDA builds where there is CUDA")
 def test_local_kernels_comes_before_the_hub(tmp_path):
     """In a process of its own: libraries and the variable are read once."""
@@ -79,6 +80,7 @@ def test_local_kernels_comes_before_the_hub(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_build_is_one_line(tmp_path):
     code = (
         "from trl_gptoss.attention import loading\n"

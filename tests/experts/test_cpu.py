@@ -228,8 +228,9 @@ def test_no_tokens() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(ValueError, match="positive"):
-        set_experts_token_chunk(build("gptoss_fused"), 0)
+    for wrong in (0, -1, 2.5, True, "8"):
+        with pytest.raises(ValueError, match="positive"):
+            set_experts_token_chunk(build("gptoss_fused"), wrong)
     with pytest.raises(ValueError, match="no GPT-OSS experts"):
         set_experts_token_chunk(torch.nn.Linear(2, 2), 4)
     with pytest.raises(TypeError, match="grouped_mm"):

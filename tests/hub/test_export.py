@@ -45,6 +45,7 @@ def test_an_adapter_becomes_a_model_in_both_formats(base, tmp_path, capsys):
         assert len(AutoTokenizer.from_pretrained(place)) == len(byte_tokenizer())
 
 
+@pytest.mark.slow
 def test_there_and_back(base, tmp_path, caplog):
     assert main(["export", str(base), str(tmp_path / "small"), "--save-format", "mxfp4"]) == 0
     assert main(["export", str(tmp_path / "small"), str(tmp_path / "large")]) == 0

@@ -6,11 +6,14 @@ A new minor version that changes one of them must fail here and not in somebody'
 import inspect
 
 import pytest
+from peft.tuners.lora import ParamWrapper
 from transformers import Trainer
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import RepeatSampler
 
 from trl_gptoss.trainers import GptOssGRPOTrainer
+from trl_gptoss.trainers.vllm_rollouts import TrlGeneration
 
 OVERRIDDEN = {
     "_generate": "(self, prompts: list)",
@@ -106,3 +109,18 @@ def test_the_sampler_and_the_default_that_are_relied_upon():
     parameters = list(inspect.signature(RepeatSampler.__init__).parameters)
     assert parameters == ["self", "data_source", "mini_repeat_count", "batch_size", "repeat_count", "shuffle", "seed"]
     assert GRPOConfig.__dataclass_fields__["max_tool_calling_iterations"].default is None
+
+
+def test_trl_makes_and_uses_its_vllm_engine_where_ours_takes_its_place():
+    constructor = inspect.getsource(GRPOTrainer.__init__)
+    assert "self.use_vllm = args.use_vllm" in constructor and "self.vllm_generation = VLLMGeneration(" in constructor
+    for name in ("generate", "sync_weights"):
+        ours = list(inspect.signature(getattr(TrlGeneration, name)).parameters)
+        assert ours == list(inspect.signature(getattr(VLLMGeneration, name)).parameters)
+    turn = inspect.getsource(GRPOTrainer._generate_single_turn)
+    assert "_, completion_ids, logprobs, _ = self.vllm_generation.generate(" in turn
+    assert "self._last_loaded_step = self.state.global_step" in turn
+
+
+def test_peft_keeps_which_way_round_expert_parameters_are():
+    assert "_did_swap_in_out_features" in inspect.getsource(ParamWrapper)

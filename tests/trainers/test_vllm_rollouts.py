@@ -219,6 +219,8 @@ def test_trl_finds_the_engine_under_its_own_name(tmp_path, server, policy):
     prompts, ids, logps, _ = run.vllm_generation.generate([[1, 2, 3]] * 2, None, num_generations=2)
     assert prompts == [[1, 2, 3]] * 2 and [len(row) for row in logps] == [len(row) for row in ids]
     assert len(logps[0][0]) == 1
+    with pytest.raises(ValueError, match="no room"):
+        run.vllm_generation.generate([[1] * 512], None, num_generations=1)
     with pytest.raises(NotImplementedError, match="no images"):
         run.vllm_generation.generate([[1]], [["image"]], 1)
 

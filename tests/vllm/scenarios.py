@@ -3,6 +3,7 @@
 A process of its own for each scenario: vLLM's engine cannot be taken down in a process that goes on.
 """
 
+import io
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from tiny_policy import byte_tokenizer, tiny_model
 
+from trl_gptoss import cli
 from trl_gptoss.rollouts import Observation, SampleRequest, ToolCall
 from trl_gptoss.rollouts.vllm import loading
 from trl_gptoss.rollouts.vllm.engine import WORKER_EXTENSION, EngineUnavailable
@@ -33,12 +35,14 @@ from trl_gptoss.trainers.sync_probe import StaleWeightsError
 
 RANK = int(os.environ.get("RANK", "0"))
 # vLLM's CPU kernels want sizes that are multiples of 32.
-SIZES = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32, "initializer_range": 0.15}
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+# Routers that are nearly tied amplify bf16's rounding: less so with smaller weights.
+INITIALIZER_RANGE = {"float32": 0.15, "bfloat16": 0.05}
 
 
 def policy(dtype="float32"):
     """Random weights, sinks and biases that matter, and turns that end."""
-    model = tiny_model(dtype=getattr(torch, dtype), **SIZES)
+    model = tiny_model(dtype=getattr(torch, dtype), initializer_range=INITIALIZER_RANGE[dtype], **SIZES)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -274,7 +278,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self):
-        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENGINE_READY_TIMEOUT_S": "1200"}
         log = open(f"/tmp/vllm_server_{self.port}.log", "a")
         self.process = subprocess.Popen(self.command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
@@ -322,6 +326,23 @@ def server_http_bfloat16(folder):
     return by_server(folder, "http", "bfloat16")
 
 
+def doctor(folder):
+    """The command against a running server: the same checkpoint, and one whose window is one token wider."""
+    outcomes = {}
+    options = ["--attention", "eager", "--experts", "eager", "--dtype", "float32", "--tokens", "96"]
+    with server(folder) as running:
+        for name, window in (("healthy", 32), ("wider", 33)):
+            model = policy()
+            model.config.sliding_window = window
+            model.save_pretrained(folder / name)
+            byte_tokenizer().save_pretrained(folder / name)
+            printed = io.StringIO()
+            with redirect_stdout(printed):
+                status = cli.main(["doctor", str(folder / name), *options, "--engine-url", running.url])
+            outcomes[name] = [status, printed.getvalue()]
+    return outcomes
+
+
 class KillAt:
     """Kills the server when a rollout asks for its `at`-th completion from now on, and starts it again if told to."""
 
@@ -343,7 +364,7 @@ def server_killed(folder):
     settings = {"vllm_mode": "server", "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
     seen = {}
     with server(folder) as running:
-        settings |= {"vllm_server_base_url": running.url, "vllm_server_timeout": 400}
+        settings |= {"vllm_server_base_url": running.url, "vllm_server_timeout": 1000}
         run = trainer(folder / "run", **settings)
         KillAt(running, run.weight_sync.engine.client, at=6, restart=True)
         run.args.max_steps = 3
@@ -403,16 +424,18 @@ def server_two_ranks(folder):
         reward_funcs=check,
         vllm_mode="server",
         vllm_server_base_url=url,
-        vllm_server_timeout=400,
+        vllm_server_timeout=1000,
         max_rollout_tokens=60,
         max_steps=3,
     )
     if RANK == 1:
         run._engine.turn_format = ThreeTurns(run._engine.turn_format)
         generate = run.weight_sync.engine.generate  # short turns, so that there is room for three
-        run.weight_sync.engine.generate = lambda prompts, limits, **k: generate(
-            prompts, [min(6, n) for n in limits], **k
-        )
+
+        def short(prompts, limits, sampling=None):
+            return generate(prompts, [min(6, n) for n in limits], sampling)
+
+        run.weight_sync.engine.generate = short
     run._engine.stop_ids = [*range(tiny_vocabulary())] if RANK == 1 else run._engine.stop_ids
     run.train()
     weights = sum(p.double().sum().item() for p in run.model.parameters())

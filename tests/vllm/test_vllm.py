@@ -127,3 +127,11 @@ def test_requests_join_while_others_are_decoded_and_the_mismatch_is_measured(pyt
     for entry in steps:
         assert entry["rollout_correction/abs_log_ratio"] <= FLOAT32
         assert entry["rollout_correction/ess_sequence"] > 0.999 and entry["rollout_correction/kept_fraction"] == 1.0
+
+
+@pytest.mark.timeout(2000)
+def test_the_doctor_asks_a_running_server(python, tmp_path):
+    seen = run(python, tmp_path, "doctor")
+    assert seen["healthy"][0] == 0 and "healthy" in seen["healthy"][1]
+    status, printed = seen["wider"]
+    assert status == 1 and "culprit: window: the engine's sliding window is 32 (one less" in printed

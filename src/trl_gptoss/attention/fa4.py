@@ -5,7 +5,9 @@ is an int. The functions below are flash-attn-4's private pair under its autogra
 too, so that all backends share one operator. A test pins the parameters they are called with.
 
 For a tile without keys its SM90 forward loads key block -1, which in a packed batch belongs to the sequence before. Such rows
-(padding, for us) are overwritten with what they should be.
+(padding, for us) are overwritten with what they should be. Its SM90 softmax adds exp(sink - largest score) to the sum, which
+overflows where a sink is 88 above all scores: the output is 0 as it should be, but the log-sum-exp +inf. And its sink gradient
+is exp(sink - lse) times a sum, not a number for an infinite sink, whose gradient is 0.
 """
 
 import importlib.metadata
@@ -87,6 +89,8 @@ def forward(
         learnable_sink=sinks,
         return_lse=True,
     )
+    if sinks is not None:
+        lse = torch.where(lse.isposinf(), sinks[:, None], lse)
     blind = rows_without_keys(cu_seqlens_q, cu_seqlens_k, q.shape[0], causal)
     if blind is not None:
         out = out.masked_fill_(blind[:, None, None], 0)
@@ -138,4 +142,4 @@ def backward(
     blind = rows_without_keys(cu_seqlens_q, cu_seqlens_k, q.shape[0], causal)
     if blind is not None:
         dq = dq.masked_fill_(blind[:, None, None], 0)
-    return dq, dk, dv, dsinks[0] if dsinks else lse.new_empty(0)
+    return dq, dk, dv, dsinks[0].masked_fill(sinks.isinf(), 0) if dsinks else lse.new_empty(0)

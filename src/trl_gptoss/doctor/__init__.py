@@ -2,6 +2,15 @@
 
 from .diagnose import Diagnosis, diagnose
 from .faults import Fault, faults_of
-from .sides import ModelEngine, RecordedEngine, ScoringEngine
+from .sides import ModelEngine, RecordedEngine, ScoringEngine, VllmServer
 
-__all__ = ["Diagnosis", "Fault", "ModelEngine", "RecordedEngine", "ScoringEngine", "diagnose", "faults_of"]
+__all__ = [
+    "Diagnosis",
+    "Fault",
+    "ModelEngine",
+    "RecordedEngine",
+    "ScoringEngine",
+    "VllmServer",
+    "diagnose",
+    "faults_of",
+]

@@ -11,7 +11,7 @@ from ..harmony import is_harmony, render_prompt
 from ..trainers.guards import check_model
 from .diagnose import Diagnosis, diagnose
 from .scoring import Reading
-from .sides import ModelEngine, RecordedEngine
+from .sides import ModelEngine, RecordedEngine, VllmServer
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # Prose and digits, as rollouts have them: ids that a model finds impossible would hide small differences.
@@ -32,12 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
     own.add_argument("--temperature", type=float, default=1.0)
     own.add_argument("--top-p", type=float, default=1.0)
-    engine = parser.add_argument_group("the engine's side: other settings of the trainer, or recorded log-probs")
+    engine = parser.add_argument_group(
+        "the engine's side: other settings of the trainer, a vLLM server, or recorded log-probs"
+    )
     engine.add_argument("--engine-model", help="another checkpoint (default: MODEL)")
     engine.add_argument("--engine-attention", help="default: the trainer's")
     engine.add_argument("--engine-experts", help="default: the trainer's")
     engine.add_argument("--engine-dtype", choices=_DTYPES, help="default: the trainer's")
     engine.add_argument("--engine-logps", type=Path, help='JSON lines {"ids": [...], "logps": [...]} of any engine')
+    engine.add_argument("--engine-url", help="a running vLLM server, scored at temperature 1")
     probe = parser.add_argument_group("the probe")
     probe.add_argument("--text", type=Path, help="text to score (default: a built-in one)")
     probe.add_argument("--tokens", type=int, default=512, help="tokens to score (default: 512)")
@@ -48,8 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     others = (args.engine_model, args.engine_attention, args.engine_experts, args.engine_dtype)
-    if args.engine_logps is not None and any(other is not None for other in others):
-        args.parser.error("--engine-logps goes without the other --engine options")
+    chosen = [any(o is not None for o in others), args.engine_logps is not None, args.engine_url is not None]
+    if sum(chosen) > 1:
+        args.parser.error("--engine-logps and --engine-url go without the other --engine options")
     found = _diagnose(args)
     print(found.report())
     return 0 if found.healthy else 1
@@ -68,6 +72,9 @@ def _diagnose(args: argparse.Namespace) -> Diagnosis:
         engine = RecordedEngine(args.engine_logps)
         return diagnose(model, engine, engine.rows, reference=reference, reading=reading, threshold=args.threshold)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
+    if args.engine_url is not None:
+        rows = [_probe(tokenizer, args)]
+        return diagnose(model, VllmServer(args.engine_url), rows, reference=reference, threshold=args.threshold)
     other = _load(
         args.engine_model or args.model,
         args.engine_attention or args.attention,

@@ -108,6 +108,34 @@ class RecordedEngine:
         return None
 
 
+class VllmServer:
+    """A running vLLM server, as it computes: its scores are those of temperature 1, before any processing.
+
+    Args:
+        url (`str`): such as `http://localhost:8000`.
+        timeout (`float`, *optional*, defaults to `600.0`): seconds for one request, and for the server to answer at all.
+    """
+
+    def __init__(self, url: str, timeout: float = 600.0) -> None:
+        from ..rollouts.vllm.client import VllmClient
+
+        self.name = url
+        self.client = VllmClient(url, timeout, timeout)
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """See [`ScoringEngine.score`]."""
+        self.client.wait()
+        return [self.client.score(ids) for ids in sequences]
+
+    def fingerprints(self) -> dict[str, str] | None:
+        """See [`ScoringEngine.fingerprints`]. Its tensors are fused and padded: none to compare."""
+        return None
+
+    def render(self, messages: list[dict[str, str]]) -> list[int] | None:
+        """See [`ScoringEngine.render`]. Rollouts send ids."""
+        return None
+
+
 def fingerprints(model: nn.Module) -> dict[str, str]:
     """A short text for each tensor, and for each expert of the experts' tensors, that changes with any of its values.
 

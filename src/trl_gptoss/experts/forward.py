@@ -64,8 +64,10 @@ def set_experts_token_chunk(model: nn.Module, tokens: int | None) -> None:
         model (`torch.nn.Module`): A model with GPT-OSS experts.
         tokens (`int` or `None`): Tokens per tile; `None` switches tiling off.
     """
-    if tokens is not None and tokens < 1:
-        raise ValueError(f"experts_token_chunk is {tokens}; it must be a positive number of tokens, or None for off.")
+    if tokens is not None and (type(tokens) is not int or tokens < 1):
+        raise ValueError(
+            f"experts_token_chunk is {tokens!r}; it must be a positive number of tokens, or None for off."
+        )
     experts = [module for module in model.modules() if isinstance(module, GptOssExperts)]
     if not experts:
         raise ValueError(f"{type(model).__name__} has no GPT-OSS experts to tile.")

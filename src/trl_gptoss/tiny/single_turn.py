@@ -74,7 +74,10 @@ def imperfect_response(topic: str, constraints: list[Constraint], rng: random.Ra
         good = f"<<{topic}>>\n{good}"
     if "detectable_content:postscript" in followed:
         good += POSTSCRIPT
-    return f'"{good}"' if "startend:quotation" in followed else good
+    if "startend:quotation" in followed:
+        # a bullet counts at the beginning of a line only
+        return f'"\n{good}\n"' if bullets is not None else f'"{good}"'
+    return good
 
 
 def constraint_demonstrations(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Demonstration]:

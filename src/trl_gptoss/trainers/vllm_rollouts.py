@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 
+from ..rollouts.vllm.colocate import ColocateEngine
 from ..rollouts.vllm.engine import VllmEngine
 from .policy_weights import PolicyWeights
 from .rollout_weights import sampling_weights
@@ -33,6 +34,8 @@ class TrlGeneration:
         self.prepare = prepare
         self.args = args
         self.mode = args.vllm_mode
+        if isinstance(engine, ColocateEngine):
+            self.llm = engine.llm  # TRL's tool loop asks it for the length of the context
 
     def sync_weights(self) -> None:
         """Bring the current weights to the engine, if it does not have them."""
@@ -48,6 +51,11 @@ class TrlGeneration:
         """As in TRL. `prompts` holds every prompt as often as it is to be continued."""
         if images is not None and any(image is not None for image in images):
             raise NotImplementedError("GPT-OSS takes no images.")
+        room = self.engine.info.max_model_len - max(map(len, prompts), default=0)
+        if room < 1:
+            raise ValueError(
+                f"A prompt leaves no room for a completion in vLLM's {self.engine.info.max_model_len} tokens."
+            )
         limits = [
             min(self.args.max_completion_length, self.engine.info.max_model_len - len(prompt)) for prompt in prompts
         ]

@@ -63,7 +63,7 @@ CHANGES = {
 
 # (version without the patch number, device): how it was checked.
 VERIFIED: dict[tuple[str, Device], str] = {
-    ("0.31", "cpu"): "tests/rollouts/test_vllm_real.py",
+    ("0.31", "cpu"): "tests/vllm",
 }
 
 
