@@ -79,7 +79,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         for part in control.split(raw.decode(d.ids))
     ]  # fmt: skip
     phrases = []
-    for tools in ([], ["python"]):  # the system message is one token; each of its lines too, for other efforts or dates
+    for tools in (
+        [],
+        ["python"],
+    ):  # the system message is one token; each of its lines too, for other efforts or dates
         parts = control.split(raw.decode(render_prompt([], raw, tools, "medium")))
         system = max(parts, key=len)
         phrases += [system, *(line for line in system.split("\n") if len(line.split()) >= 3)]
@@ -143,9 +146,7 @@ def make_model(size: str, tokenizer: PreTrainedTokenizerFast, dense: bool, seed:
     return model
 
 
-def batches(
-    tokenizer: PreTrainedTokenizerFast, phase: Phase, pool: int, seed: int
-) -> Iterator[list[Demonstration]]:
+def batches(tokenizer: PreTrainedTokenizerFast, phase: Phase, pool: int, seed: int) -> Iterator[list[Demonstration]]:
     """Endless batches, the tasks in equal shares, from a pool of `pool` demonstrations (rendering is slower than a GPU)."""
     streams = [demonstrations(task, tokenizer, seed, phase.p_right) for task in TASKS]
     each = max(1, pool // len(TASKS))
