@@ -262,7 +262,7 @@ def run_cell(cell: Cell, model: Path, work: Path, results: Path, executor: str, 
         `bool`: whether it is complete.
 
     Raises:
-        `ValueError`: the work folder was begun with another configuration or model.
+        `ValueError`: the work folder was begun with another configuration or model, or nothing says with which.
     """
     deadline = None if budget is None else time.monotonic() + budget
     out = work / cell.name
@@ -276,6 +276,8 @@ def run_cell(cell: Cell, model: Path, work: Path, results: Path, executor: str, 
                 f"{out} was begun with {begun['identity']}, this is {identity}: delete it, or use another --work"
             )
         measured = begun["measured"]
+    elif any(out.glob("checkpoint-*")):
+        raise ValueError(f"{out} has checkpoints, but no cell.json that says what they are of: delete it")
     # The trainer would take one more step after the last one: a run whose last measurement is missing is only measured.
     trained = last_complete_checkpoint(str(out), 1) if any(out.glob("checkpoint-*")) else None
     all_steps = trained is not None and trained.endswith(f"-{cell.steps}")
