@@ -60,7 +60,7 @@ def test_strength_is_the_share_of_the_sink_that_is_missing(model, ids):
         found = logits(model, ids, register_fault("no_sinks", strength))
         distances.append((found - right).norm())
         if strength < 1:
-            weaker = eager(model, ids, lambda s: (s.exp() * (1 - strength)).log())
+            weaker = eager(model, ids, lambda s, left=1 - strength: (s.exp() * left).log())
             torch.testing.assert_close(found, weaker, atol=1e-5, rtol=1e-4)
     assert all(a < b for a, b in zip(distances, distances[1:]))
 
