@@ -73,7 +73,7 @@ def build(
         settings_of(output_dir, **settings),
         data,
         processing_class=TOKENIZER,
-        peft_config=lora,
+        peft_config=lora or None,
         tools=list(tools),
         callbacks=callbacks,
     )

@@ -160,6 +160,9 @@ class GptOssPPOTrainer(GptOssGRPOTrainer, PPOLossMixin):
         self.save_critic(output_dir)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if isinstance(self.critic, AdapterCritic):  # PEFT leaves out the weights of adapters that it knows only
+            whole = self.model.state_dict() if state_dict is None else state_dict
+            state_dict = {name: tensor for name, tensor in whole.items() if name not in self.critic.adapter}
         with self.critic.hidden_from(self.model):
             super()._save(output_dir, state_dict)
 
