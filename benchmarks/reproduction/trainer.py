@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 
 from trl_gptoss import GptOssGRPOTrainer
 
+SECOND_FORWARD_SHARE = 8  # it takes an eighth of a micro-batch at a time
+
 
 class ReproductionTrainer(GptOssGRPOTrainer):
     """[`GptOssGRPOTrainer`] with one [`Cause`]. Everything else is the package's own code.
@@ -18,7 +20,8 @@ class ReproductionTrainer(GptOssGRPOTrainer):
         `__init__`: the guard looks at the model while the trainer is made, and refuses a faulty attention. So the model is
             made with `sink_fa3`, passes, and gets its fault afterwards, as does the reference model.
         `_open_model`: the sampler gets the right attention back for as long as it samples, with the same weights.
-        `_without_second_forward`: with `two_forwards` TRL takes its second forward on every generation batch.
+        `_without_second_forward`: with `two_forwards` TRL takes its second forward on every generation batch, in
+            smaller micro-batches than the update.
         `_setup_correction`: "measured" computes metrics and no weights with every sampler.
 
     Args:
@@ -54,12 +57,15 @@ class ReproductionTrainer(GptOssGRPOTrainer):
             return
         # TRL computes old log-probs if this is no multiple of the micro-batches of a generation, and reads it for nothing
         # else while it generates. The weights do not change before the last of these micro-batches: the ratio would be 1.
-        steps = self.args.gradient_accumulation_steps
-        self.args.gradient_accumulation_steps = self.args.steps_per_generation * self.num_iterations + 1
+        args = self.args
+        steps, rows = args.gradient_accumulation_steps, args.per_device_train_batch_size
+        args.gradient_accumulation_steps = args.steps_per_generation * self.num_iterations + 1
+        # Frameworks with a forward of its own for log-probs have a micro-batch size of its own for it, too.
+        args.per_device_train_batch_size = max(1, rows // SECOND_FORWARD_SHARE)
         try:
             yield
         finally:
-            self.args.gradient_accumulation_steps = steps
+            args.gradient_accumulation_steps, args.per_device_train_batch_size = steps, rows
 
     def _setup_correction(self, own_policy_samples: bool) -> None:
         super()._setup_correction(own_policy_samples or self._cause.correction == "measured")
