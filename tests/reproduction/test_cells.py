@@ -14,6 +14,8 @@ from faults import RIGHT
 from results import read_result
 from safetensors.torch import load_file
 
+from trl_gptoss.harmony import render_prompt
+
 ROOT = Path(__file__).parents[2]
 SMALL = {
     "steps": 2, "prompts": 2, "generations": 4, "micro_batches": 2, "train_size": 40, "held_out": 4, "precision": "float32",
@@ -23,6 +25,15 @@ SMALL = {
 def length_reward(completion_ids, **kwargs):
     """A random model solves nothing; this differs between its rollouts, so that there is a gradient."""
     return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def check_prompts(work, tokenizer, tools):
+    """The rollouts' prompts are those that the model was pretrained on."""
+    records = [json.loads(line) for line in (work / "trajectories.jsonl").read_text().splitlines()]
+    assert records
+    for record in records:
+        assert record["prompt_ids"] == render_prompt(record["prompt"], tokenizer, tools, "medium")
+        assert len(record["prompt_ids"]) < 100  # the system message is one token
 
 
 @pytest.fixture(autouse=True)
@@ -93,8 +104,9 @@ def test_a_cause_for_the_other_model_is_an_error(folders, tmp_path, cause, dense
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("cause", list(CAUSES))
-def test_every_cause_runs_on_the_tool_task(folders, tmp_path, cause):
+def test_every_cause_runs_on_the_tool_task(folders, tokenizer, tmp_path, cause):
     result, work = run(folders, tmp_path, cause, task="tool", learning_rate=1e-2, kl_coefficient=0.01)
+    check_prompts(work, tokenizer, ["python"])
     what = CAUSES[cause]
     assert all(result.curve("grad_norm")[step] > 0 for step in (1, 2))
     for column in ("reward", "entropy", "kl", "clip_fraction", "log_ppl_mismatch", "mismatch_max_ratio"):
@@ -120,11 +132,12 @@ def test_every_cause_runs_on_the_tool_task(folders, tmp_path, cause):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("task", ["single_turn", "instruction"])
-def test_the_other_tasks_run(folders, tmp_path, task):
+def test_the_other_tasks_run(folders, tokenizer, tmp_path, task):
     if task == "instruction":
         pytest.importorskip("if_verifiable")
-    result, _ = run(folders, tmp_path, "right", task=task)
+    result, work = run(folders, tmp_path, "right", task=task)
     assert len(result.steps) == 3
+    check_prompts(work, tokenizer, [])
 
 
 @pytest.mark.slow
