@@ -203,8 +203,18 @@ def make_trainer(cell: Cell, model: Path, out: Path, executor: str) -> tuple[Rep
 
 
 def model_digest(model: Path) -> str:
-    """The first digits of the SHA-256 of the weights that a run starts from."""
-    return hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()[:12]
+    """The first digits of the SHA-256 of the weights that a run starts from.
+
+    Raises:
+        `FileNotFoundError`: there are none.
+    """
+    files = sorted(model.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{model} holds no *.safetensors: make the model with pretrain.py first")
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def rows_of(cell: Cell, about: dict[str, Any], history: list[dict[str, Any]], measured: dict[str, Any]) -> list[dict]:

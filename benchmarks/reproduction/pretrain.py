@@ -6,7 +6,7 @@
 
 One model learns all three tasks. It has every feature of GPT-OSS (sinks, sliding and full layers, YaRN, experts with top-k,
 biases) in at most 25 million parameters; the dense control is a Qwen3 of the same width, depth and number of parameters.
-OUT holds model, tokenizer and pretrain.json (settings, losses, machine).
+OUT holds model (in bf16), tokenizer and pretrain.json (settings, losses, machine).
 """
 
 import argparse
@@ -209,7 +209,7 @@ def pretrain(
     if device.type == "cuda" and not dense:
         selftest(device)
     losses = [train(model, batches(tokenizer, phase, pool, seed), phase, device) for phase in phases]
-    model.save_pretrained(out)
+    model.to(torch.bfloat16).save_pretrained(out)  # half the size; the runs load it in float32
     tokenizer.save_pretrained(out)
     record = {
         **machine_info(),

@@ -1,18 +1,21 @@
 """All cells of the reproduction, one after another, as many as fit into a time budget.
 
     python benchmarks/reproduction/run_all.py --model outputs/reproduction/model --dense outputs/reproduction/dense \\
-      --budget 560
+      --budget 560 --jobs 6
 
 Give the same command again until the table has no open cell: what is finished is skipped, what was begun goes on from its
-checkpoint, what failed is tried again. Every cell runs in a process of its own and logs to WORK/<cell>.log. `--list` only
-prints the table.
+checkpoint, what failed is tried again. Every cell runs in a process of its own and logs to WORK/<cell>.log; `--jobs` of them
+share the GPU, which one such model does not fill. `--list` only prints the table.
 """
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
@@ -64,19 +67,16 @@ def command(cell: Cell, model: Path, work: Path, results: Path, executor: str, b
     return line
 
 
-def run_one(line: list[str], log: Path, seconds: float) -> int:
+def run_one(line: list[str], log: Path, seconds: float, threads: int) -> int:
     """Run a cell for at most `seconds`; its exit status. One that does not stop by itself is asked to, then killed."""
     log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     with log.open("a", encoding="utf-8") as file:
-        process = subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT, env=environment)
         try:
             return process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGTERM)  # the trainer saves its last finished step
-        except BaseException:
-            process.send_signal(signal.SIGTERM)
-            process.wait(timeout=GRACE)
-            raise
         try:
             process.wait(timeout=GRACE)
         except subprocess.TimeoutExpired:
@@ -108,21 +108,52 @@ def table(cells: list[Cell], work: Path, results: Path, failed: dict[str, Path])
     return "\n".join(f"{cell.name:<{width}}  {state(cell, work, results, failed)}" for cell in cells)
 
 
-def run(cells: list[Cell], models: dict[bool, Path], work: Path, results: Path, executor: str, budget: float):
-    """Run what is not finished until the time is up; returns the logs of the cells that failed."""
+def run(
+    cells: list[Cell],
+    models: dict[bool, Path],
+    work: Path,
+    results: Path,
+    executor: str,
+    budget: float,
+    jobs: int = 1,
+) -> dict[str, Path]:
+    """Run what is not finished until the time is up.
+
+    Args:
+        cells (`list[Cell]`): in the order in which they are begun.
+        models (`dict[bool, Path]`): the GPT-OSS shape under `False`, the dense control under `True`.
+        work, results, executor: see `cell.run_cell`.
+        budget (`float`): seconds for all of them.
+        jobs (`int`, *optional*, defaults to 1): how many run at the same time.
+
+    Returns:
+        `dict[str, Path]`: the logs of those that failed.
+    """
     deadline = time.monotonic() + budget
+    waiting = iter([cell for cell in cells if not (results / f"{cell.name}.csv").is_file()])
     failed: dict[str, Path] = {}
-    for cell in cells:
-        left = deadline - time.monotonic()
-        if left < 2 * MARGIN:
-            break
-        if (results / f"{cell.name}.csv").is_file():
-            continue
-        print(f"{cell.name} ...", flush=True)
-        log = work / f"{cell.name}.log"
-        line = command(cell, models[CAUSES[cell.cause].dense], work, results, executor, left - MARGIN - GRACE)
-        if run_one(line, log, left - GRACE) not in (0, UNFINISHED):
-            failed[cell.name] = log
+    lock, interrupted = threading.Lock(), threading.Event()
+
+    def worker() -> None:
+        while not interrupted.is_set():
+            with lock:
+                cell = next(waiting, None)
+            left = deadline - time.monotonic()
+            if cell is None or left < 2 * MARGIN:
+                return
+            print(f"{cell.name} ...", flush=True)
+            log = work / f"{cell.name}.log"
+            line = command(cell, models[CAUSES[cell.cause].dense], work, results, executor, left - MARGIN - GRACE)
+            if run_one(line, log, left - GRACE, max(1, os.cpu_count() // jobs)) not in (0, UNFINISHED):
+                failed[cell.name] = log
+
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            for future in [pool.submit(worker) for _ in range(jobs)]:
+                future.result()
+        except BaseException:  # Ctrl-C has reached the cells, too: they save, and no other is begun
+            interrupted.set()
+            raise
     return failed
 
 
@@ -136,6 +167,7 @@ def main() -> int:
     parser.add_argument("--other_seeds", type=int, default=1, help="of the other tasks")
     parser.add_argument("--strengths", type=float, nargs="*", default=[0.1, 0.3], help="see cell.py")
     parser.add_argument("--budget", type=float, default=560, help="seconds of this call")
+    parser.add_argument("--jobs", type=int, default=1, help="cells that run at the same time")
     parser.add_argument("--list", action="store_true", help="only print the table")
     add_cell_arguments(parser, leave_out=("task", "cause", "seed", "strength"))
     add_place_arguments(parser)
@@ -147,11 +179,13 @@ def main() -> int:
     cells = plan.cells(settings)
     if not cells:
         parser.error("no cell is left: the dense control needs --dense")
+    if args["jobs"] < 1:
+        parser.error(f"--jobs is {args['jobs']}, it must be at least 1")
     failed: dict[str, Path] = {}
     places = {name: args[name] for name in ("work", "results")}
     if not args["list"]:
         models = {False: args["model"], True: args["dense"]}
-        failed = run(cells, models, executor=args["executor"], budget=args["budget"], **places)
+        failed = run(cells, models, executor=args["executor"], budget=args["budget"], jobs=args["jobs"], **places)
     print(table(cells, failed=failed, **places))
     missing = sum(not (args["results"] / f"{cell.name}.csv").is_file() for cell in cells)
     print(
