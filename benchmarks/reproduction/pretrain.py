@@ -54,6 +54,10 @@ SIZES = {
 }  # fmt: skip
 POSITIONS = 128
 
+# So short a pretraining moves the sinks little: started at 0 they would hardly matter, and nothing would be lost without
+# them. At 2 a sink weighs as much as seven keys of average score.
+SINK_START = 2.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
@@ -124,8 +128,17 @@ def count(model_class: type[PreTrainedModel], config: GptOssConfig | Qwen3Config
         return model_class(config).num_parameters()
 
 
-def make_model(size: str, tokenizer: PreTrainedTokenizerFast, dense: bool, seed: int) -> PreTrainedModel:
+def make_model(
+    size: str, tokenizer: PreTrainedTokenizerFast, dense: bool, seed: int, sink_start: float = SINK_START
+) -> PreTrainedModel:
     """A randomly initialised float32 model on the CPU.
+
+    Args:
+        size (`str`): key of `SIZES`.
+        tokenizer (`PreTrainedTokenizerFast`): see `make_tokenizer`.
+        dense (`bool`): the control.
+        seed (`int`): of the initialisation.
+        sink_start (`float`, *optional*, defaults to `SINK_START`): added to the sinks, which are drawn around 0.
 
     Raises:
         `ValueError`: no such size, or too many parameters.
@@ -140,6 +153,9 @@ def make_model(size: str, tokenizer: PreTrainedTokenizerFast, dense: bool, seed:
         model = GptOssForCausalLM._from_config(
             config, dtype=torch.float32, attn_implementation="sink_fa3", experts_implementation="gptoss_fused"
         )
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.sinks += sink_start
     if model.num_parameters() > MOST_PARAMETERS:
         raise ValueError(f"{size!r} has {model.num_parameters()} parameters, at most {MOST_PARAMETERS} are allowed")
     model.generation_config = tiny_generation_config(tokenizer)
@@ -194,7 +210,14 @@ def train(
 
 
 def pretrain(
-    out: Path, size: str, dense: bool, phases: list[Phase], pool: int, seed: int, device: torch.device
+    out: Path,
+    size: str,
+    dense: bool,
+    phases: list[Phase],
+    pool: int,
+    seed: int,
+    device: torch.device,
+    sink_start: float = SINK_START,
 ) -> PreTrainedModel:
     """Make a model, train it through `phases` and save it to `out`.
 
@@ -205,7 +228,7 @@ def pretrain(
         raise ValueError(f"{out} is not empty: name a new folder, or delete that model first")
     began = time.monotonic()
     tokenizer = make_tokenizer()
-    model = make_model(size, tokenizer, dense, seed).to(device)
+    model = make_model(size, tokenizer, dense, seed, sink_start).to(device)
     if device.type == "cuda" and not dense:
         selftest(device)
     losses = [train(model, batches(tokenizer, phase, pool, seed), phase, device) for phase in phases]
@@ -213,7 +236,7 @@ def pretrain(
     tokenizer.save_pretrained(out)
     record = {
         **machine_info(),
-        "size": size, "dense": dense, "seed": seed, "pool": pool, "parameters": model.num_parameters(),
+        "size": size, "dense": dense, "seed": seed, "pool": pool, "sink_start": sink_start, "parameters": model.num_parameters(),
         "phases": [asdict(phase) for phase in phases], "seconds": round(time.monotonic() - began, 1), "losses": losses,
     }  # fmt: skip
     (out / "pretrain.json").write_text(json.dumps(record, indent=2) + "\n")
@@ -230,6 +253,7 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--learning_rate", type=float, default=1e-3, help="of the first phase; the second has half")
     parser.add_argument("--pool", type=int, default=24000, help="different conversations in each phase")
+    parser.add_argument("--sink_start", type=float, default=SINK_START, help="where the sinks start")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
@@ -242,7 +266,8 @@ def main() -> None:
             p_right=P_RIGHT,
         ),
     ]
-    model = pretrain(args.out, args.size, args.dense, phases, args.pool, args.seed, torch.device(args.device))
+    device = torch.device(args.device)
+    model = pretrain(args.out, args.size, args.dense, phases, args.pool, args.seed, device, args.sink_start)
     print(f"{args.out}: {model.num_parameters() / 1e6:.1f} M parameters")
 
 

@@ -86,7 +86,8 @@ def test_every_feature_is_on_and_the_control_is_as_large(tokenizer):
         parameters = count(GptOssForCausalLM, moe)
         control = count(Qwen3ForCausalLM, dense_config(size, tokenizer))
         assert parameters <= 25_000_000 and abs(control / parameters - 1) < 0.01
-    names = dict(make_model("test", tokenizer, False, 0).named_parameters())
+    names = dict(make_model("test", tokenizer, False, 0, sink_start=3.0).named_parameters())
+    assert all(2 < value < 4 for name in names if name.endswith("sinks") for value in names[name].tolist())
     for kind in ("sinks", "q_proj.bias", "experts.gate_up_proj_bias", "router.bias"):
         assert any(name.endswith(kind) for name in names), kind
     assert len(tokenizer) == 640 and CORPUS > 100
