@@ -16,14 +16,14 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean
 
 from causes import CAUSES
 from cell import UNFINISHED, Cell, add_cell_arguments, add_place_arguments
 from problems import TASKS
-from results import read_result
+from results import Result, read_result
 
 HERE = Path(__file__).resolve().parent
 GRACE = 30  # seconds that a cell gets to save when the time is up
@@ -85,11 +85,30 @@ def run_one(line: list[str], log: Path, seconds: float, threads: int) -> int:
         return UNFINISHED
 
 
+def finished(cell: Cell, results: Path) -> Result | None:
+    """The result of a cell, `None` if there is none yet.
+
+    Raises:
+        `ValueError`: there is one, but of other settings.
+    """
+    path = results / f"{cell.name}.csv"
+    if not path.is_file():
+        return None
+    result = read_result(path)
+    for name, value in asdict(cell).items():
+        # the default of the precision is the machine's, and a table may be printed on another one
+        if name != "precision" and result.about[name] != str(value):
+            raise ValueError(
+                f"{path} was made with {name}={result.about[name]}, this call has {value}: use another --results, or the "
+                "settings of before"
+            )
+    return result
+
+
 def state(cell: Cell, work: Path, results: Path, failed: dict[str, Path]) -> str:
     """A line of the table."""
-    path = results / f"{cell.name}.csv"
-    if path.is_file():
-        result = read_result(path)
+    result = finished(cell, results)
+    if result is not None:
         before, after = result.accuracies
         rewards = list(result.curve("reward").values())[-10:]
         mismatch = list(result.curve("mismatch_kl").values())
@@ -130,7 +149,7 @@ def run(
         `dict[str, Path]`: the logs of those that failed.
     """
     deadline = time.monotonic() + budget
-    waiting = iter([cell for cell in cells if not (results / f"{cell.name}.csv").is_file()])
+    waiting = iter([cell for cell in cells if finished(cell, results) is None])
     failed: dict[str, Path] = {}
     lock, interrupted = threading.Lock(), threading.Event()
 
@@ -187,7 +206,7 @@ def main() -> int:
         models = {False: args["model"], True: args["dense"]}
         failed = run(cells, models, executor=args["executor"], budget=args["budget"], jobs=args["jobs"], **places)
     print(table(cells, failed=failed, **places))
-    missing = sum(not (args["results"] / f"{cell.name}.csv").is_file() for cell in cells)
+    missing = sum(finished(cell, args["results"]) is None for cell in cells)
     print(
         f"{len(cells) - missing} of {len(cells)} cells are done" + (", give the same command again" if missing else "")
     )

@@ -179,6 +179,16 @@ def test_what_is_finished_is_skipped_and_what_fails_does_not_end_the_grid(tmp_pa
     assert "done" in rows[0] and "0.250 -> 0.500" in rows[0] and "FAILED" in rows[1] and "step 2 of 3" in rows[2]
 
 
+def test_a_result_of_other_settings_is_not_taken_for_this_one(tmp_path):
+    cell = Cell(task="tool", cause="right", **SMALL)
+    assert run_all.finished(cell, tmp_path) is None
+    write(tmp_path, cell, [0.1, 0.2, 0.3])
+    assert run_all.finished(cell, tmp_path).accuracies == (0.25, 0.5)
+    other = Cell(task="tool", cause="right", **SMALL, learning_rate=1e-5)
+    with pytest.raises(ValueError, match="was made with learning_rate=0.0001"):
+        run_all.run([other], {}, tmp_path, tmp_path, "bubblewrap", 500)
+
+
 def test_jobs_run_at_the_same_time_and_each_cell_once(tmp_path, monkeypatch):
     cells = [Cell(task="tool", cause=name, **SMALL) for name in CAUSES]
     meeting, called = threading.Barrier(3, timeout=20), []
