@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from scripted_backend import HarmonyWriter, ScriptedBackend
+from scripted_backend import HarmonyWriter
 from tiny_policy import byte_tokenizer, tiny_model
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from trl_gptoss.harmony.channel_ids import CHANNEL_NAMES, channel_ids
-from trl_gptoss.rollouts import SamplingOptions
+from trl_gptoss.rollouts import Sample, SamplingOptions
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer, corrected_loss
 
 TOKENIZER = byte_tokenizer()
@@ -378,11 +378,14 @@ class KnownSampler:
     """The engine's own backend, with log-probs that are the model's plus `shift` on one channel's tokens."""
 
     def __init__(self, script, model, shift):
-        self.scripted, self.model, self.shift = ScriptedBackend(script), model, shift
+        self.script, self.model, self.shift = script, model, shift
         self.collective, self.sampling = False, SamplingOptions()
 
     def generate(self, prompts, max_new_tokens, sampling=None):
-        samples = self.scripted.generate(prompts, max_new_tokens)
+        # by the rollout's seed, because rollouts advance in no fixed order
+        draws = [random.Random(1000 * options.seed + len(prompt)) for prompt, options in zip(prompts, sampling)]
+        rows = zip(prompts, draws, max_new_tokens, strict=True)
+        samples = [Sample(ids=self.script(prompt, rng)[:n]) for prompt, rng, n in rows]
         for prompt, sample in zip(prompts, samples):
             logps = plain_logps(self.model, prompt, sample.ids).tolist()
             channels = channel_ids(sample.ids, [1] * len(sample.ids), TOKENIZER)

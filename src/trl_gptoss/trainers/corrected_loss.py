@@ -43,6 +43,7 @@ class CorrectionMixin(GRPOTrainer):
     _forward: tuple | None = None
     _correction_rows: list[torch.Tensor]
     _warned_at: int | None = None
+    _told_of_second_forward: bool = False
 
     def _setup_correction(self, own_policy_samples: bool) -> None:
         """Called once TRL's constructor is through: this correction takes the place of TRL's.
@@ -111,7 +112,13 @@ class CorrectionMixin(GRPOTrainer):
         try:
             yield
             if self._forward is not None:
-                raise RuntimeError("TRL's loss did not use the forward it was given: this is a bug in trl_gptoss.")
+                self._training_logps = None  # those of the loss are not known
+            if self._forward is not None and not self._told_of_second_forward:
+                self._told_of_second_forward = True
+                logger.warning(
+                    "The loss ran a forward of its own, beside the one that rollout correction takes its weights from. The "
+                    "weights apply all the same; rollout_correction_level='off' saves the second forward."
+                )
         finally:
             self._forward = None
 
