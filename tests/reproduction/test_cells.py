@@ -8,7 +8,7 @@ from pathlib import Path
 import cell as cells
 import pytest
 import torch
-from causes import CAUSES
+from causes import CAUSES, CORRECTIONS
 from cell import Cell, make_trainer, run_cell
 from faults import RIGHT
 from results import read_result
@@ -92,6 +92,24 @@ def test_two_forwards_are_two_and_their_ratio_is_not_forced(folders, tmp_path, m
     right, _ = run(folders, tmp_path, "right", steps=1)
     assert right.curve("max_log_ratio") == {1: 0.0} and right.curve("max_log_ratio_recomputed")[1] > 0.02
     assert right.curve("reward") == found.curve("reward")  # the batch that both have sampled
+
+
+@pytest.mark.parametrize("sampler", ["transformers", "vllm"])
+@pytest.mark.parametrize("cause", list(CAUSES))
+def test_a_cause_changes_the_configuration_as_it_says(tmp_path, cause, sampler):
+    right = cells.config_of(
+        Cell(task="tool", cause="right", sampler=sampler, **SMALL), tmp_path, "bubblewrap"
+    ).to_dict()
+    found = cells.config_of(Cell(task="tool", cause=cause, sampler=sampler, **SMALL), tmp_path, "bubblewrap").to_dict()
+    changed = {name for name in found if found[name] != right[name]}
+    what, expected = CAUSES[cause], set()
+    expected |= {"on_policy"} if what.two_forwards else set()
+    expected |= {"freeze"} if what.freeze else set()
+    expected |= {"router_replay"} if what.router_replay != "off" else set()
+    if what.correction != "token":
+        own, token = CORRECTIONS[what.correction], CORRECTIONS["token"]
+        expected |= {f"rollout_correction_{n}" for n in own.keys() | token.keys() if own.get(n) != token.get(n)}
+    assert changed == expected and found["use_vllm"] == (sampler == "vllm")
 
 
 @pytest.mark.parametrize("cause, dense", [("dense", False), ("right", True)])
