@@ -43,6 +43,44 @@ def test_every_export_resolves():
         assert getattr(trl_gptoss, name).__module__.startswith("trl_gptoss.")
 
 
+OPTIONAL = [
+    "peft",
+    "deepspeed",
+    "vllm",
+    "kernels",
+    "liger_kernel",
+    "bitsandbytes",
+    "openai_harmony",
+    "if_verifiable",
+    "nltk",
+]
+NEEDS_TRITON = "trl_gptoss.experts."
+WITHOUT_EXTRAS = """
+import importlib, pkgutil, sys
+for name in sys.argv[1].split(","):
+    sys.modules[name] = None  # as if it were not installed
+import trl_gptoss
+for module in pkgutil.walk_packages(trl_gptoss.__path__, "trl_gptoss."):
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        print(module.name, error.name)
+for name in trl_gptoss.__all__:
+    getattr(trl_gptoss, name)
+"""
+
+
+def test_every_module_imports_without_the_extras():
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS, ",".join(OPTIONAL)],
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    missing = [line.split() for line in result.stdout.splitlines() if line.startswith("trl_gptoss.")]
+    # Triton comes with CUDA builds of torch; its kernels are imported only where they run
+    assert [line for line in missing if line[1] != "triton" or not line[0].startswith(NEEDS_TRITON)] == []
+
+
 def test_unknown_export_names_what_exists():
     with pytest.raises(AttributeError, match="GptOssGRPOTrainer"):
         _ = trl_gptoss.GptOssTrainer

@@ -8,14 +8,18 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
-from peft import PeftModel
+from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
 from .scoring import Reading
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 Change = Callable[[PreTrainedModel], AbstractContextManager[PreTrainedModel]]
 
@@ -121,7 +125,7 @@ def _in_dtype(dtype: torch.dtype) -> Change:
 
 
 @contextmanager
-def _without_adapter(model: PeftModel) -> Iterator[PeftModel]:
+def _without_adapter(model: "PeftModel") -> Iterator["PeftModel"]:
     with model.disable_adapter():
         yield model
 
@@ -223,7 +227,7 @@ def _base_name(name: str) -> str:
 
 
 def _adapters(model: PreTrainedModel) -> list[Fault]:
-    if not isinstance(model, PeftModel):
+    if not is_peft_model(model):
         return []
     return [
         Fault(

@@ -8,12 +8,11 @@ tried again, from the gradients that were there before it.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, is_peft_model
-from peft import LoraConfig
 from torch import nn
 from trl import GRPOTrainer
 
@@ -21,6 +20,9 @@ from ..memory import GIB, ModelShape, TrainSetup, predict_memory
 from .config import GptOssGRPOConfig
 from .loading import is_gpt_oss
 from .padding_free import ROW_LENGTHS
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 logger = get_logger(__name__)
 
@@ -206,11 +208,16 @@ class MemoryMixin(GRPOTrainer):
         lengths = inputs[ROW_LENGTHS].tolist()
         return max(sum(sum(lengths[row]) for row in rows) for rows in self._micro_batches(lengths))
 
+    def _lora_config(self) -> "LoraConfig | None":
+        if not is_peft_model(self.model):
+            return None
+        from peft import LoraConfig
+
+        return next((config for config in self.model.peft_config.values() if isinstance(config, LoraConfig)), None)
+
     def _setup(self, tokens: int) -> TrainSetup:
         args, text = self.args, self._base_model.config.get_text_config()
-        lora = next((c for c in self.model.peft_config.values() if isinstance(c, LoraConfig)), None) if is_peft_model(
-            self.model
-        ) else None  # fmt: skip
+        lora = self._lora_config()
         world = self.accelerator.num_processes
         fused = text._experts_implementation == "gptoss_fused"
         return TrainSetup(
