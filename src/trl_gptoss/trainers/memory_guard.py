@@ -119,12 +119,9 @@ class MemoryMixin(GRPOTrainer):
     def _divide_further(self, error: str) -> None:
         """Half the tokens per micro-batch, for the rest of the run."""
         self._retries += 1
-        lengths = [sum(row) for row in self._prepared[1][ROW_LENGTHS].tolist()]
-        budget = self.args.max_tokens_per_micro_batch
-        largest = max(
-            sum(lengths[row] for row in rows) for rows in self._micro_batches(self._prepared[1][ROW_LENGTHS].tolist())
-        )
-        smaller = max(min(largest, budget or largest) // 2, max(lengths))
+        inputs = self._prepared[1]
+        largest = self._largest_micro_batch(inputs)
+        smaller = max(largest // 2, *(sum(row) for row in inputs[ROW_LENGTHS].tolist()))
         if smaller >= largest:
             raise torch.OutOfMemoryError(
                 f"{error}\nThe micro-batch is one row of {largest} tokens already and cannot be divided.\n"
