@@ -113,6 +113,7 @@ def test_every_lever_lowers_the_prediction():
         {"experts_implementation": "gptoss_fused"},
         {"fused_elementwise": True},
         {"experts_token_chunk": 8192},
+        {"activation_offloading": True},
         {"num_gpus": 8, "sharding": "fsdp2"},
         {"sequence_parallel_size": 8},
     ):
@@ -133,7 +134,7 @@ def test_choose_stops_at_the_first_lever_that_fits():
     assert choose(SHAPE, setup, plain)[1] == []
     chosen, used = choose(SHAPE, setup, plain - GIB)
     assert used == ["fused_elementwise"] and chosen.fused_elementwise
-    assert choose(SHAPE, setup, 0)[1] == ["fused_elementwise", "experts_token_chunk"]
+    assert choose(SHAPE, setup, 0)[1] == ["fused_elementwise", "experts_token_chunk", "activation_offloading"]
 
 
 def test_step_time_adds_up_and_grows_with_the_square_of_one_sequence():
@@ -155,6 +156,7 @@ def test_step_time_adds_up_and_grows_with_the_square_of_one_sequence():
         ({"sharding": "fsdp2"}, "more than one GPU"),
         ({"num_gpus": 4, "sequence_parallel_size": 3}, "does not divide"),
         ({"experts_implementation": "grouped_mm", "experts_token_chunk": 4}, "needs experts_implementation"),
+        ({"activation_checkpointing": False, "activation_offloading": True}, "needs activation_checkpointing"),
     ],
 )
 def test_bad_setups(change: dict, message: str):

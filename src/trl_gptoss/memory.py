@@ -23,6 +23,7 @@ _HALF, _FLOAT = 2, 4
 _COLUMN_BLOCK = 1024  # columns of a product that gptoss_fused holds at a time
 _HEAD_TOKENS, _HEAD_COLUMNS = 4096, 32768  # tile of TRL's fused head
 _HIDDEN_ALIVE = 3  # (T, H) each, while the experts run backward: gradient, gradient of the input, recomputed output
+_CHECKPOINTS_ON_GPU = 2  # with activation_offloading: the layer's own and the one fetched ahead
 _NORM_TEMPORARIES = 5  # fp32 (T, H) inside the backward of transformers' RMSNorm
 
 
@@ -132,6 +133,7 @@ class TrainSetup:
         sharding (`"none"`, `"fsdp2"` or `"zero3"`, *optional*, defaults to `"none"`): How parameters are sharded; `"none"`
             is one GPU or DDP.
         activation_checkpointing (`bool`, *optional*, defaults to `True`): Recompute layers in backward.
+        activation_offloading (`bool`, *optional*, defaults to `False`): Checkpoints wait in host memory.
         experts_implementation (`"gptoss_fused"` or `"grouped_mm"`, *optional*, defaults to `"gptoss_fused"`): Experts.
         experts_token_chunk (`int`, *optional*, defaults to 0): Tokens per tile of the experts, 0 for none.
         fused_elementwise (`bool`, *optional*, defaults to `False`): Norms through liger-kernel.
@@ -153,6 +155,7 @@ class TrainSetup:
     sequence_parallel_size: int = 1
     sharding: Literal["none", "fsdp2", "zero3"] = "none"
     activation_checkpointing: bool = True
+    activation_offloading: bool = False
     experts_implementation: Literal["gptoss_fused", "grouped_mm"] = "gptoss_fused"
     experts_token_chunk: int = 0
     fused_elementwise: bool = False
@@ -175,6 +178,8 @@ class TrainSetup:
             )
         if self.sharding != "none" and self.num_gpus == 1:
             raise ValueError(f"sharding {self.sharding!r} needs more than one GPU.")
+        if self.activation_offloading and not self.activation_checkpointing:
+            raise ValueError("activation_offloading needs activation_checkpointing.")
         if self.experts_token_chunk and self.experts_implementation != "gptoss_fused":
             raise ValueError("experts_token_chunk needs experts_implementation 'gptoss_fused'.")
 
@@ -235,7 +240,8 @@ def predict_memory(shape: ModelShape, setup: TrainSetup) -> MemoryPrediction:
         alive -= saved
     worst = max(candidates, key=candidates.__getitem__)
     if setup.activation_checkpointing:
-        parts["checkpoints"] = shape.num_layers * hidden
+        kept = min(shape.num_layers, _CHECKPOINTS_ON_GPU) if setup.activation_offloading else shape.num_layers
+        parts["checkpoints"] = kept * hidden
         parts["layer at work"] = candidates[worst]
     elif worst == "head":
         parts["saved layers"] = shape.num_layers * layer

@@ -24,6 +24,7 @@ LEVERS = {
     "fused_elementwise": {"fused_elementwise": True},
     "activation_checkpointing": {"activation_checkpointing": True},
     "experts_token_chunk": {"experts_token_chunk": 8192},
+    "activation_offloading": {"activation_offloading": True},
 }
 
 
@@ -129,6 +130,8 @@ def _settings(setup: TrainSetup) -> dict[str, object]:
         "activation_checkpointing": setup.activation_checkpointing,
         "fused_elementwise": setup.fused_elementwise,
     }
+    if setup.activation_offloading:
+        settings["activation_offloading"] = True
     if setup.experts_token_chunk:
         settings["experts_token_chunk"] = setup.experts_token_chunk
     if setup.sequence_parallel_size > 1:

@@ -8,6 +8,7 @@ from tiny_policy import byte_tokenizer, tiny_model
 from trl_gptoss.memory import GIB
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer
 from trl_gptoss.trainers.memory_guard import difference
+from trl_gptoss.trainers.offload import CheckpointOffload
 
 TOKENIZER = byte_tokenizer()
 DATA = Dataset.from_list([{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(64)])
@@ -136,3 +137,21 @@ def test_bad_settings(tmp_path):
         GptOssGRPOConfig(str(tmp_path), oom_retries=-1, bf16=False, use_cpu=True)
     with pytest.raises(ValueError, match="Remove padding_free"):
         GptOssGRPOConfig(str(tmp_path), oom_retries=1, padding_free=False, bf16=False, use_cpu=True)
+
+
+def test_offloaded_checkpoints_give_the_same_weights(tmp_path, monkeypatch):
+    made = []
+
+    def small_tensors_too(model):
+        made.append(CheckpointOffload(model, min_bytes=1))
+
+    monkeypatch.setattr("trl_gptoss.trainers.grpo.CheckpointOffload", small_tensors_too)
+    settings = {"activation_checkpointing": True, "max_steps": 2, "seed": 3}
+    expected = weights_after(build(tmp_path / "a", **settings))
+    trainer = build(tmp_path / "b", activation_offloading=True, **settings)
+    for a, b in zip(expected, weights_after(trainer), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-6)
+    assert len(made) == 1 and made[0]._free  # buffers that were used, and are free again
+    assert trainer._setup(64).activation_offloading
+    with pytest.raises(ValueError, match="activation_checkpointing is False"):
+        GptOssGRPOConfig(str(tmp_path), activation_offloading=True, activation_checkpointing=False, use_cpu=True)

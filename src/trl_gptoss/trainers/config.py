@@ -76,6 +76,9 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, VllmRolloutConfig,
             it as the model has it, which is off for a new one. Needs `experts_implementation="gptoss_fused"`.
         fused_elementwise (`bool`, *optional*, defaults to `False`):
             Run RMSNorm and the rotary embedding through liger-kernel (extra `fast`). GPT-OSS on CUDA only.
+        activation_offloading (`bool`, *optional*, defaults to `False`):
+            Keep the inputs of checkpointed layers in pinned host memory until backward; copied beside the computation.
+            Needs `activation_checkpointing`, and as many bytes on the host as it frees.
         freeze (`list[str]`, *optional*):
             Parts of the model that are not trained: `"attention"` (projections and sinks), `"sinks"`, `"router"`,
             `"experts"`, `"embeddings"` (input embedding and head). An error with PEFT.
@@ -182,6 +185,10 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, VllmRolloutConfig,
         default=False,
         metadata={"help": "RMSNorm and rotary embedding of GPT-OSS through liger-kernel (CUDA, extra `fast`)."},
     )
+    activation_offloading: bool = field(
+        default=False,
+        metadata={"help": "Keep the inputs of checkpointed layers in pinned host memory until backward."},
+    )
     freeze: list[str] | None = field(
         default=None,
         metadata={
@@ -241,6 +248,11 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, VllmRolloutConfig,
         if self.experts_token_chunk is not None and self.experts_token_chunk < 1:
             raise ValueError(
                 f"experts_token_chunk is {self.experts_token_chunk}, it must be at least 1, or None to leave it off."
+            )
+        if self.activation_offloading and not self.activation_checkpointing:
+            raise ValueError(
+                "activation_offloading=True moves the inputs of checkpointed layers, and activation_checkpointing is "
+                f"{self.activation_checkpointing}. Set activation_checkpointing=True, or activation_offloading=False."
             )
         if self.router_replay not in ("off", "rollout", "old"):
             raise ValueError(f"router_replay is {self.router_replay!r}, expected 'off', 'rollout' or 'old'.")

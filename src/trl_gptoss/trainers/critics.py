@@ -28,6 +28,7 @@ from .critic_rows import CriticRows
 from .experts_options import prepare_experts
 from .guards import check_model
 from .loading import model_init_kwargs
+from .offload import CheckpointOffload
 from .ppo_config import GptOssPPOConfig
 from .value_head import RecordedStates, SeparateCritic, SharedCritic, ValueHead
 
@@ -286,6 +287,8 @@ def place_backbone(args: GptOssPPOConfig, critic: SeparateCritic, accelerator: A
     """The guards and options of the policy's experts, and the device, before anything shards the backbone."""
     check_model(critic.backbone)
     prepare_experts(args, critic.backbone, None, accelerator.device)
+    if args.activation_offloading:
+        CheckpointOffload(critic.backbone)
     critic.head.to(accelerator.device)
     if not sharded:
         critic.backbone.to(accelerator.device)

@@ -50,6 +50,7 @@ from .guards import check_model
 from .harmony_rollouts import HarmonyRollouts
 from .loading import ATTENTION, is_gpt_oss, load_reward_models, model_init_kwargs
 from .memory_guard import MemoryMixin
+from .offload import CheckpointOffload
 from .on_policy import OnPolicyMixin
 from .resumable import ResumableMixin
 from .reward_guard import discard_failed_rows, guard
@@ -185,6 +186,8 @@ class GptOssGRPOTrainer(
         reference = None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
         self._set_up_padding_free(choose_padding_free(args, self.model, self.accelerator))
         prepare_experts(args, self.model, reference, self.accelerator.device)
+        if args.activation_offloading:
+            CheckpointOffload(self._base_model)
         freeze(self.model, args.freeze)
         if self._base_model.config._attn_implementation == ATTENTION and self.accelerator.device.type == "cuda":
             selftest(self.accelerator.device)  # two seconds, before hours with a gradient that may be wrong

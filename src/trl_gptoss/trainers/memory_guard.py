@@ -172,6 +172,8 @@ class MemoryMixin(GRPOTrainer):
                 return "experts_token_chunk=8192"
             if not args.fused_elementwise:
                 return "fused_elementwise=True (extra `fast`)"
+        if not args.activation_offloading:
+            return "activation_offloading=True"
         return (
             "sequence_parallel_size, sharding (configs/accelerate/fsdp2.yaml), LoRA, or a smaller max_rollout_tokens"
         )
@@ -226,6 +228,7 @@ class MemoryMixin(GRPOTrainer):
             sequence_parallel_size=args.sequence_parallel_size,
             sharding=_SHARDING.get(self.accelerator.distributed_type, "none") if world > 1 else "none",
             activation_checkpointing=args.activation_checkpointing,
+            activation_offloading=args.activation_offloading,
             experts_implementation="gptoss_fused" if fused else "grouped_mm",
             experts_token_chunk=(text.to_dict().get("experts_token_chunk") or 0) if fused else 0,
             fused_elementwise=args.fused_elementwise,
