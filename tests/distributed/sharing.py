@@ -3,7 +3,8 @@
 Arguments: a folder for `<cell>_<rank>.json`, then cells such as `ddp,2,full,checkpointing,float64` or `wrong,first_sinks`
 (see `wrong_sharing.py`). Each takes three
 optimizer steps through the trainer's own loss; the oracle runs the same on one process, one document at a time, with
-transformers' eager attention and experts and a loss written out here.
+transformers' eager attention and experts and a loss written out here, always in float64: what a float32 run differs by is
+its own rounding.
 """
 
 import contextlib
@@ -172,7 +173,7 @@ def difference(ours, theirs, relative=True):
     same tensor in float64; of any tensor in float32, where small ones hold nothing but the rounding of the large ones."""
     assert ours.keys() == theirs.keys()
     scale = {n: float(x.abs().max().clamp(min=1e-30)) for n, x in theirs.items()}
-    if next(iter(theirs.values())).dtype == torch.float32:
+    if next(iter(ours.values())).dtype == torch.float32:
         scale = dict.fromkeys(scale, max(scale.values()))
     errors = {n: float((ours[n].detach() - x).abs().max()) for n, x in theirs.items()}
     return max(error / scale[n] if relative else error for n, error in errors.items())
@@ -182,17 +183,22 @@ def optimizer_of(model):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-5)
 
 
+def in_double(inputs):
+    return {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
+
+
 @functools.cache
 def one_process(kind, dtype, level, steps, batches=WORLD):
-    """Loss, gradients and parameters of every step, for the mean over `batches` ranks."""
-    model = policy(kind, dtype)
+    """Loss, gradients and parameters of every step, for the mean over `batches` ranks: the numbers are those of `dtype`, the
+    arithmetic is float64."""
+    model = policy(kind, dtype).double()
     (model.get_base_model() if kind == "lora" else model).set_attn_implementation("eager")
     (model.get_base_model() if kind == "lora" else model).set_experts_implementation("eager")
     train_sinks(model)
     optimizer, seen = optimizer_of(model), []
     for step in range(steps):
         optimizer.zero_grad()
-        losses = [loss_of_one_process(model, batch(rank, step, dtype), level) for rank in range(batches)]
+        losses = [loss_of_one_process(model, in_double(batch(rank, step, dtype)), level) for rank in range(batches)]
         (sum(losses) / batches).backward()
         grads = {n: p.grad.clone() for n, p in named(model).items()}
         optimizer.step()
