@@ -23,6 +23,7 @@ _HALF, _FLOAT = 2, 4
 _COLUMN_BLOCK = 1024  # columns of a product that gptoss_fused holds at a time
 _HEAD_TOKENS, _HEAD_COLUMNS = 4096, 32768  # tile of TRL's fused head
 _HIDDEN_ALIVE = 3  # (T, H) each, while the experts run backward: gradient, gradient of the input, recomputed output
+_EIGHT_BIT = 2 * (1 + _FLOAT / 256)  # two states, each with one fp32 scale for 256 entries (bitsandbytes)
 _CHECKPOINTS_ON_GPU = 2  # with activation_offloading: the layer's own and the one fetched ahead
 _NORM_TEMPORARIES = 5  # fp32 (T, H) inside the backward of transformers' RMSNorm
 
@@ -140,8 +141,9 @@ class TrainSetup:
         fused_head (`bool`, *optional*, defaults to `True`): TRL's fused head; without it all logits are materialised.
         master_weights (`bool`, *optional*, defaults to `False`): Trained parameters in fp32 (full fine-tuning; adapters
             are always fp32).
-        optimizer_bytes (`int`, *optional*): Bytes of optimizer state per trained parameter; 2 states of the trained dtype
-            if not given (AdamW), 2 for 8-bit AdamW.
+        optimizer (`"adamw"` or `"adamw_8bit"`, *optional*, defaults to `"adamw"`): Two states per trained parameter, in its
+            dtype or in 8 bits; the input embedding's stay in fp32 with the latter, as transformers asks bitsandbytes.
+        optimizer_bytes (`int`, *optional*): Bytes of optimizer state per trained parameter, for any other optimizer.
         extra_models (`int`, *optional*, defaults to 0): Further copies of the weights: a reference model (not needed
             with LoRA), a separate critic's backbone.
         engine_gib (`float`, *optional*, defaults to 0.0): Memory given to a rollout engine on the same GPU, in GiB.
@@ -161,6 +163,7 @@ class TrainSetup:
     fused_elementwise: bool = False
     fused_head: bool = True
     master_weights: bool = False
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     optimizer_bytes: int | None = None
     extra_models: int = 0
     engine_gib: float = 0.0
@@ -168,6 +171,7 @@ class TrainSetup:
     def __post_init__(self) -> None:
         _one_of("method", self.method, ("lora", "full"))
         _one_of("sharding", self.sharding, ("none", "fsdp2", "zero3"))
+        _one_of("optimizer", self.optimizer, ("adamw", "adamw_8bit"))
         _one_of("experts_implementation", self.experts_implementation, ("gptoss_fused", "grouped_mm"))
         for name in ("tokens", "num_gpus", "sequence_parallel_size", "lora_rank"):
             if getattr(self, name) < 1:
@@ -266,9 +270,15 @@ def _states(shape: ModelShape, setup: TrainSetup) -> dict[str, float]:
     else:
         width, trained = _FLOAT, lora_parameters(shape, setup.lora_rank, setup.lora_experts)
         parts = {"weights": weights / setup.shards, "adapters": trained * width / setup.shards}
-    optimizer = 2 * width if setup.optimizer_bytes is None else setup.optimizer_bytes
     parts["gradients"] = trained * width / setup.shards
-    parts["optimizer"] = trained * optimizer / setup.shards
+    if setup.optimizer_bytes is not None:
+        states = trained * setup.optimizer_bytes
+    elif setup.optimizer == "adamw_8bit":
+        wide = shape.embedding_parameters if setup.method == "full" else 0
+        states = (trained - wide) * _EIGHT_BIT + wide * 2 * _FLOAT
+    else:
+        states = trained * 2 * width
+    parts["optimizer"] = states / setup.shards
     parts["further models"] = setup.extra_models * weights / setup.shards
     parts["engine"] = setup.engine_gib * GIB
     return parts

@@ -25,6 +25,7 @@ LEVERS = {
     "activation_checkpointing": {"activation_checkpointing": True},
     "experts_token_chunk": {"experts_token_chunk": 8192},
     "activation_offloading": {"activation_offloading": True},
+    "adamw_8bit": {"optimizer": "adamw_8bit"},
 }
 
 
@@ -80,6 +81,8 @@ def choose(shape: ModelShape, setup: TrainSetup, room: float) -> tuple[TrainSetu
             break
         if all(getattr(setup, key) == value for key, value in change.items()):
             continue
+        if name == "adamw_8bit" and (setup.method == "lora" or setup.sharding == "fsdp2"):
+            continue  # nothing to gain; bitsandbytes does not know sharded tensors
         setup = replace(setup, **change)
         used.append(name)
     return setup, used
@@ -130,6 +133,8 @@ def _settings(setup: TrainSetup) -> dict[str, object]:
         "activation_checkpointing": setup.activation_checkpointing,
         "fused_elementwise": setup.fused_elementwise,
     }
+    if setup.optimizer == "adamw_8bit":
+        settings["optim"] = "adamw_8bit"
     if setup.activation_offloading:
         settings["activation_offloading"] = True
     if setup.experts_token_chunk:

@@ -52,6 +52,7 @@ from .loading import ATTENTION, is_gpt_oss, load_reward_models, model_init_kwarg
 from .memory_guard import MemoryMixin
 from .offload import CheckpointOffload
 from .on_policy import OnPolicyMixin
+from .optimizer_options import check_optimizer
 from .resumable import ResumableMixin
 from .reward_guard import discard_failed_rows, guard
 from .rollout_metrics import gather_rollout_metrics
@@ -181,6 +182,7 @@ class GptOssGRPOTrainer(
         same_weights = args.rollout_weights == "trained"
         self._setup_correction(own_policy_samples=not args.use_vllm and rollout_func is None and same_weights)
         check_model(self._base_model)
+        check_optimizer(args, self.accelerator)
         check_rollout_weights(args.rollout_weights, self._base_model.config, self.accelerator)
         self._train_sinks()
         reference = None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)

@@ -19,6 +19,7 @@ from trl import GRPOTrainer
 from ..memory import GIB, ModelShape, TrainSetup, predict_memory
 from .config import GptOssGRPOConfig
 from .loading import is_gpt_oss
+from .optimizer_options import EIGHT_BIT_ADAMW
 from .padding_free import ROW_LENGTHS
 
 if TYPE_CHECKING:
@@ -229,6 +230,7 @@ class MemoryMixin(GRPOTrainer):
             sharding=_SHARDING.get(self.accelerator.distributed_type, "none") if world > 1 else "none",
             activation_checkpointing=args.activation_checkpointing,
             activation_offloading=args.activation_offloading,
+            optimizer="adamw_8bit" if args.optim in EIGHT_BIT_ADAMW else "adamw",
             experts_implementation="gptoss_fused" if fused else "grouped_mm",
             experts_token_chunk=(text.to_dict().get("experts_token_chunk") or 0) if fused else 0,
             fused_elementwise=args.fused_elementwise,
