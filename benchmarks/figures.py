@@ -7,6 +7,7 @@ import argparse
 import csv
 import sys
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from trl_gptoss.report.charts import Series, standalone_svg
@@ -38,6 +39,27 @@ def experts(mode: str, title: str) -> str:
     return _draw(title, curves)
 
 
+def long_rows(column: str, best: Callable[[Iterable[float]], float], title: str) -> str:
+    """One sequence on one GPU: a column over thousands of tokens, for stock TRL and ours."""
+    found = defaultdict(lambda: defaultdict(list))
+    for row in rows("benchmarks/long_traces/h200.csv"):
+        if row["tokens"] == row["padded_tokens"]:
+            label = "TRL 1.16, FA4, grouped_mm" if row["trainer"] == "stock" else "ours"
+            label += ", checkpoints on the host" if row["activation_offloading"] == "True" else ""
+            found[label][int(row["tokens"]) / 1024].append(float(row[column]))
+    return _draw(title, {label: [(x, best(y)) for x, y in points.items()] for label, points in found.items()})
+
+
+def planner() -> str:
+    """Predicted and measured peak of every configuration."""
+    found = rows("benchmarks/long_traces/planner_h200.csv")
+    curves = {
+        name: [(number, float(row[f"{name}_gib"])) for number, row in enumerate(found, 1)]
+        for name in ("measured", "predicted")
+    }
+    return _draw("Peak of a train step in GiB, by configuration (H200)", curves)
+
+
 def _draw(title: str, curves: dict[str, list[tuple[float, float]]]) -> str:
     return standalone_svg(title, [Series(label=k, points=sorted(v), markers=True) for k, v in curves.items()])
 
@@ -50,6 +72,13 @@ def figures() -> dict[str, str]:
         "experts_trained.svg": experts(
             "trained", "Experts, forward and backward: TFLOP/s over tokens (H200, 32 experts)"
         ),
+        "long_speed.svg": long_rows(
+            "tokens_per_s", max, "GRPO step of the 20B, one sequence: tokens/s over thousands of tokens"
+        ),
+        "long_memory.svg": long_rows(
+            "above_weights_gib", max, "GRPO step of the 20B: GiB above the weights over thousands of tokens"
+        ),
+        "planner.svg": planner(),
     }
 
 
