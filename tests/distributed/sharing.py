@@ -179,26 +179,37 @@ def difference(ours, theirs, relative=True):
     return max(error / scale[n] if relative else error for n, error in errors.items())
 
 
+def rounding(kind, level, steps):
+    """Largest error of the gradients of one process in float32, against float64 arithmetic on the same numbers."""
+    plain, exact = (
+        one_process(kind, torch.float32, level, steps, arithmetic=dtype) for dtype in (torch.float32, torch.float64)
+    )
+    return max(difference(a[1], b[1]) for a, b in zip(plain, exact))
+
+
 def optimizer_of(model):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-5)
 
 
-def in_double(inputs):
-    return {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
+def converted(inputs, dtype):
+    return {n: x.to(dtype) if x.is_floating_point() else x for n, x in inputs.items()}
 
 
 @functools.cache
-def one_process(kind, dtype, level, steps, batches=WORLD):
-    """Loss, gradients and parameters of every step, for the mean over `batches` ranks: the numbers are those of `dtype`, the
-    arithmetic is float64."""
-    model = policy(kind, dtype).double()
+def one_process(kind, dtype, level, steps, batches=WORLD, arithmetic=torch.float64):
+    """Loss, gradients and parameters of every step, for the mean over `batches` ranks. The numbers are those of `dtype`, and
+    the arithmetic float64 unless asked for otherwise."""
+    model = policy(kind, dtype).to(arithmetic)
     (model.get_base_model() if kind == "lora" else model).set_attn_implementation("eager")
     (model.get_base_model() if kind == "lora" else model).set_experts_implementation("eager")
     train_sinks(model)
     optimizer, seen = optimizer_of(model), []
     for step in range(steps):
         optimizer.zero_grad()
-        losses = [loss_of_one_process(model, in_double(batch(rank, step, dtype)), level) for rank in range(batches)]
+        losses = [
+            loss_of_one_process(model, converted(batch(rank, step, dtype), arithmetic), level)
+            for rank in range(batches)
+        ]
         (sum(losses) / batches).backward()
         grads = {n: p.grad.clone() for n, p in named(model).items()}
         optimizer.step()
@@ -248,6 +259,7 @@ def cell(wrapper, size, kind, checkpointing, dtype, level="token", head="exact",
     dtype = {"float64": torch.float64, "float32": torch.float32}[dtype]
     size, budget = int(size), None if budget is None else int(budget)
     oracle = one_process(kind, dtype, level, steps)  # first: under ZeRO-3 every model is made of shards
+    one_process_rounding = rounding(kind, level, steps) if dtype == torch.float32 else 0.0
     settings = {"max_tokens_per_micro_batch": budget}
     trainer = trainer_of(policy(kind, dtype), size, checkpointing == "checkpointing", level, **settings)
     if head == "exact":
@@ -275,6 +287,8 @@ def cell(wrapper, size, kind, checkpointing, dtype, level="token", head="exact",
         worst["loss"] = max(worst["loss"], abs(ours - loss))
         worst["gradients"] = max(worst["gradients"], difference(found, grads))
         worst["parameters"] = max(worst["parameters"], difference(read(model), parameters, relative=False))
+    if dtype == torch.float32:
+        worst["rounding"] = one_process_rounding  # the same without trainer, packing and sharing
     worst["tensors"] = len(grads)
     worst["world"], worst["group"] = dist.get_world_size(), trainer._sequence_group.size if size > 1 else 1
     return worst
