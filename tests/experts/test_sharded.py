@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import GptOssConfig, GptOssForCausalLM
 
 import trl_gptoss  # noqa: F401  registers the implementation
+from trl_gptoss.experts import torch_path
 
 WORLD = 2
 
@@ -38,13 +39,19 @@ def batch() -> torch.Tensor:
     return torch.randint(0, 32, (WORLD, 9), generator=torch.Generator().manual_seed(1))
 
 
-def fsdp(rank: int) -> None:
+def fsdp(rank: int, checkpointing: bool) -> None:
     model = tiny_model("gptoss_fused")
+    if checkpointing:
+        model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    seconds, original = [], torch_path.from_hidden
+    torch_path.from_hidden = lambda *arguments: seconds.append(1) or original(*arguments)
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
     ids = batch()[rank : rank + 1]
     model(ids, labels=ids).loss.backward()
+    torch_path.from_hidden = original
+    assert len(seconds) == 2  # one second product per layer: recomputation ends before it
     alone = tiny_model("eager")
     alone(batch(), labels=batch()).loss.backward()
     for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
@@ -71,7 +78,8 @@ def sharded_parameters(rank: int) -> None:
 def worker(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    fsdp(rank)
+    for checkpointing in (False, True):
+        fsdp(rank, checkpointing)
     sharded_parameters(rank)
     dist.destroy_process_group()
 
