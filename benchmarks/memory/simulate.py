@@ -87,10 +87,7 @@ def fake_attention() -> None:
         wide = q.new_empty(q.shape, dtype=torch.float32)  # noqa: F841
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), lse.new_empty(q.shape[1])
 
-    def operator(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *settings):
-        return ops._EagerSinkAttention.apply(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, settings)
-
-    ops.forward, ops.backward, ops.sink_attention_op = forward, backward, operator
+    ops.forward, ops.backward, ops.sink_attention_op = forward, backward, ops._EagerSinkAttention.apply
 
 
 def fake_experts() -> None:

@@ -318,8 +318,6 @@ def _experts(shape: ModelShape, setup: TrainSetup) -> tuple[float, float]:
     product, activated = _HALF * k * 2 * I, _HALF * k * I
     gradients = shape.expert_parameters * _HALF if full else 0  # of one layer, before they are added up
     if not setup.experts_token_chunk or setup.experts_token_chunk >= T:
-        if setup.activation_checkpointing and not full:  # recomputation ends before the second product
-            return product * T + hidden, activated * T + (_HIDDEN_ALIVE - 1) * hidden
         at_work = max(activated * T + gradients / 3, gradients) + block * T  # the first product's gradient comes last
         return product * T + hidden, at_work + _HIDDEN_ALIVE * hidden
     sums = 3 * gradients  # fp32 sums beside the rounded result
