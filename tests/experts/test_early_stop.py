@@ -102,14 +102,18 @@ def test_second_product_is_not_recomputed(monkeypatch: pytest.MonkeyPatch, adapt
     assert_equal(again, plain)
 
 
+@pytest.mark.parametrize(("chunk", "tiles"), [(8, 3), (18, 1)])  # of 18 tokens
 @pytest.mark.parametrize("early_stop", [True, False])
-def test_tiles_are_not_recomputed_at_all(monkeypatch: pytest.MonkeyPatch, early_stop: bool) -> None:
-    counter = Counter(monkeypatch, "forward")
-    plain = step(model(chunk=8))  # 18 tokens are three tiles
-    assert counter.take() == (3 * LAYERS,)
+def test_tiles_are_not_recomputed_at_all(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, tiles: int, early_stop: bool
+) -> None:
+    counter = Counter(monkeypatch, "forward", "first_product")
+    plain = step(model(chunk=chunk))
+    assert counter.take() == (tiles * LAYERS, 2 * tiles * LAYERS)  # one in forward, one in backward
     with set_checkpoint_early_stop(early_stop):
-        again = step(checkpointed(model(chunk=8)))
-    assert counter.take() == (3 * LAYERS * (1 if early_stop else 2),)
+        again = step(checkpointed(model(chunk=chunk)))
+    extra = 0 if early_stop else tiles * LAYERS
+    assert counter.take() == (tiles * LAYERS + extra, 2 * tiles * LAYERS + extra)
     assert_equal(again, plain)
 
 
@@ -139,7 +143,7 @@ def run(x: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor, chunk: int =
     return fused_experts(x, INDEX, weight, ExpertParams(*rest), Activation(1.702, 0.9), chunk)
 
 
-@pytest.mark.parametrize("chunk", [0, 4])
+@pytest.mark.parametrize("chunk", [0, 4, 6])
 def test_gradcheck_through_a_checkpoint(chunk: int) -> None:
     def again(*tensors: torch.Tensor) -> torch.Tensor:
         return checkpoint(lambda *t: run(*t, chunk=chunk), *tensors, use_reentrant=False)

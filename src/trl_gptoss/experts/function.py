@@ -70,7 +70,9 @@ def _run_backward(grad, x, index, weight, params, activation, saved, needs, chun
         return Gradients(torch.zeros_like(x) if needs.x else None, empty, *gradient_buffers(params, needs, None, True))
     grad = grad.contiguous()
     with _undisturbed(x):
-        if not chunk:
+        if chunk >= x.shape[0]:  # one tile needs no sums
+            saved = path.first_product(x, index, params, activation, keep=True, hidden=None)
+        if not chunk or chunk >= x.shape[0]:
             return path.backward(grad, x, index, weight, params, activation, saved, needs)
         wide = torch.promote_types(x.dtype, torch.float32)
         sums = gradient_buffers(params, needs, wide, zero=True)
