@@ -14,6 +14,7 @@ backward from the moment its inputs are ready, and in `optimizer_s` the seconds 
 
 import argparse
 import gc
+import signal
 import sys
 import tempfile
 import time
@@ -309,6 +310,7 @@ def split_cases(words: list[str]) -> list[list[str]]:
 def main() -> int:
     from rows import Rows
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what has been measured is written
     failed = 0
     for words in split_cases(sys.argv[1:]):
         values = vars(parser().parse_args(words))
