@@ -7,8 +7,6 @@
 // later query sees the oldest of its 9 key blocks: it is written out, and the other columns move up.
 // Only key blocks seen from two chunks (8 at each border) go through fp32 scratch; a second small kernel adds the two parts in
 // a fixed order and reduces dsinks. So the result is bit-identical from run to run.
-#include <cudaTypedefs.h>
-
 #include "window_border.cuh"
 #include "window_host.cuh"
 
@@ -121,7 +119,7 @@ __device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int f
     int const kv_head = blockIdx.y, chunk = blockIdx.x;
     // The two tokens of this thread in tile n: 16 * (first + n) + offset, + 1; its head is kv_head * 8 + lane / 4.
     int const offset = kWG * 8 + 2 * warp;
-    float const sink2 = p.sinks == nullptr ? -INFINITY : p.sinks[kv_head * kGroup + lane / 4] * kLog2e;
+    float const sink2 = p.sinks.data == nullptr ? -INFINITY : load_sink(p.sinks, kv_head * kGroup + lane / 4) * kLog2e;
     SequenceCursor cursor(p.seqs, first * kTileTokens + offset);
     uint8_t* const rows = smem.out[kWG] + warp * 2048;
     // Rows of P^T and dS^T are keys; this lane's row and 16-byte chunk of each stmatrix.
@@ -328,9 +326,9 @@ size_t border_elements(Problem const& p, Chunks const& c) {
 }
 
 template <typename T>
-cudaError_t launch(BwdParams const& b, Problem const& p, float* dsinks, cudaStream_t stream) {
-    cudaError_t const e =
-        cudaFuncSetAttribute(backward_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
+cudaError_t launch(BwdParams const& b, Problem const& p, void* dsinks, cudaStream_t stream) {
+    static std::atomic<uint64_t> allowed;
+    cudaError_t const e = allow_shared_memory(allowed, backward_kernel<T>, kSmemBytes);
     if (e != cudaSuccess) return e;
     backward_kernel<T><<<dim3(b.chunks, b.kv_heads), kThreads, kSmemBytes, stream>>>(b);
     border_kernel<T><<<dim3(b.chunks, b.kv_heads, 2), 128, 0, stream>>>(b, dsinks);
@@ -346,7 +344,7 @@ size_t backward_workspace(Problem const& p) {
 }
 
 cudaError_t backward(Problem const& p, Tensor3 q, Tensor3 k, Tensor3 v, Tensor3 dout, float const* lse, void* dq, void* dk,
-                     void* dv, float* dsinks, void* workspace, cudaStream_t stream) {
+                     void* dv, void* dsinks, void* workspace, cudaStream_t stream) {
     if (!supported(p)) return cudaErrorInvalidValue;
     BwdParams b{};
     cudaError_t e = make_map(b.q, q, p.fp16, p.total, p.heads, kTileTokens, kGroup);
