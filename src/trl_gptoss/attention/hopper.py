@@ -43,6 +43,7 @@ def forward(
     ops = loading.kernels().ops
     op = ops.window_fwd if _one_shot(q, k, cu_seqlens_q, cu_seqlens_k, causal, window) else ops.fwd
     q, k, v = _loadable(q, k, v)
+    sinks = sinks if sinks is None else sinks.contiguous()
     return op(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, scale)
 
 
@@ -66,6 +67,7 @@ def backward(
     """See `ops.backward`."""
     ops = loading.kernels().ops
     op = ops.window_bwd if _one_shot(q, k, cu_seqlens_q, cu_seqlens_k, causal, window) else ops.bwd
+    sinks = sinks if sinks is None else sinks.contiguous()
     tensors = (*_loadable(dout, q, k, v), out, lse, sinks, cu_seqlens_q, cu_seqlens_k)
     return op(*tensors, max_seqlen_q, max_seqlen_k, causal, window, scale, deterministic)
 

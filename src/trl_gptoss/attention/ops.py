@@ -11,11 +11,12 @@ functions: the operators' wrappers cost 0.4 ms of Python per call, more than a w
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from . import backends, varlen
+from . import backends, calls, varlen
 from .reference import sink_gradient
 
 
@@ -38,17 +39,8 @@ def forward(
 
     Returns out like q, contiguous, and lse (H, total_q) in float32 (float64 for float64 inputs), sink included.
     """
-    device = q.device.type
-    if torch.is_autocast_enabled(device):  # backends compute in the dtypes they are given
-        with torch.autocast(device, enabled=False):
-            return forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, scale,
-                           deterministic, trim)  # fmt: skip
-    if trim:
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, _ = _trimmed(cu_seqlens_q, cu_seqlens_k)
-    out, lse = backends.choose(q).forward(
-        q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, scale
-    )
-    return out.contiguous(), lse.contiguous()  # flash attention copies the strides of q; graphs rely on these
+    return calls.forward(backends.choose(q), q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
+                       window, scale, deterministic, trim)  # fmt: skip
 
 
 def backward(
@@ -70,31 +62,12 @@ def backward(
     trim: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients dq, dk, dv (contiguous, in the inputs' dtype) and dsinks (H,), or (0,) without sinks."""
-    device = q.device.type
-    if torch.is_autocast_enabled(device):
-        with torch.autocast(device, enabled=False):
-            return backward(dout, q, k, v, out, lse, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
-                            window, scale, deterministic, trim)  # fmt: skip
-    if trim:
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, _ = _trimmed(cu_seqlens_q, cu_seqlens_k)
-    dq, dk, dv, dsinks = backends.choose(q).backward(
-        dout, q, k, v, out, lse, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, scale,
-        deterministic,
-    )  # fmt: skip
-    return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks
+    return calls.backward(backends.choose(q), dout, q, k, v, out, lse, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                        max_seqlen_k, causal, window, scale, deterministic, trim)  # fmt: skip
 
 
 sink_attention_op = torch.library.custom_op("trl_gptoss::sink_attention", forward, mutates_args=())
 sink_attention_backward_op = torch.library.custom_op("trl_gptoss::sink_attention_backward", backward, mutates_args=())
-
-
-def _trimmed(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> varlen.Varlen:
-    if cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "sink_fa3 finds packed sequences by reading position_ids, which a CUDA graph cannot do. Pass cu_seq_lens_q, "
-            "cu_seq_lens_k, max_length_q and max_length_k, or compile without CUDA graphs."
-        )
-    return varlen.trimmed(cu_seqlens_q, cu_seqlens_k)
 
 
 @sink_attention_op.register_fake
@@ -143,16 +116,18 @@ class _EagerSinkAttention(torch.autograd.Function):
     """The same functions without the operators around them, and few of torch's own: a window layer takes 60 us on a GPU.
 
     Lengths and settings come as one tuple, since every argument costs, and the sinks in their own dtype: a cast outside would
-    be one more autograd node, and backends that take them as they are need none.
+    be one more autograd node, and a backend that takes them as they are needs none. The backward runs on the forward's backend.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, settings):
-        ctx.sinks_dtype = None  # that the gradient of cast sinks returns to
-        if sinks is not None and sinks.dtype != _sinks_dtype(q) and not backends.choose(q).SINKS_AS_THEY_ARE:
-            ctx.sinks_dtype = sinks.dtype
+        backend = backends.choose(q)
+        ctx.backend = backend
+        ctx.cast_from = None
+        if sinks is not None and not (backend.SINKS_AS_THEY_ARE and sinks.dtype is q.dtype):
+            ctx.cast_from = sinks.dtype
             sinks = sinks.to(_sinks_dtype(q))
-        out, lse = forward(q, k, v, sinks, *settings)
+        out, lse = calls.forward(backend, q, k, v, sinks, *settings)
         ctx.save_for_backward(q, k, v, out, lse, sinks, *settings[:2])
         ctx.settings = settings[2:]
         ctx.set_materialize_grads(False)
@@ -161,8 +136,11 @@ class _EagerSinkAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse):
-        dq, dk, dv, dsinks, *_ = _gradients(ctx, dout, dlse, forward, backward)
-        return dq, dk, dv, dsinks if ctx.sinks_dtype is None or dsinks is None else dsinks.to(ctx.sinks_dtype), None
+        run_forward, run_backward = partial(calls.forward, ctx.backend), partial(calls.backward, ctx.backend)
+        dq, dk, dv, dsinks, *_ = _gradients(ctx, dout, dlse, run_forward, run_backward)
+        if dsinks is not None and ctx.cast_from is not None:
+            dsinks = dsinks.to(ctx.cast_from)
+        return dq, dk, dv, dsinks, None
 
 
 def _sinks_dtype(q: torch.Tensor) -> torch.dtype:
