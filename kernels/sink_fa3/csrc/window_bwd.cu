@@ -171,7 +171,13 @@ __device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int f
             wgmma_commit();
         }
         int lo[2], hi[2];
-        float const lse2[2] = {smem.lse2[now % kStages][lane / 4][offset], smem.lse2[now % kStages][lane / 4][offset + 1]};
+        float lse2[2] = {0.f, 0.f};
+        if (quad == 0) {  // the lanes that will arrive at `empty`
+            lse2[0] = smem.lse2[now % kStages][lane / 4][offset];
+            lse2[1] = smem.lse2[now % kStages][lane / 4][offset + 1];
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) lse2[r] = __shfl_sync(0xffffffff, lse2[r], lane & ~3);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             int const token = (first + n) * kTileTokens + offset + r;
@@ -200,10 +206,8 @@ __device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int f
         wgmma_wait<1>();
         keep(acc);
         __syncwarp();
-        if (lane == 0) {
-            mbar_arrive(&smem.consumed);
-            if (n > 0) mbar_arrive(&smem.empty[before % kStages]);
-        }
+        if (lane == 0) mbar_arrive(&smem.consumed);
+        if (n > 0 && quad == 0) mbar_arrive(&smem.empty[before % kStages]);
         mbar_wait(&smem.consumed, n & 1);
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j) {
@@ -300,7 +304,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(__grid_constant__
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; ++i) {
             mbar_init(&smem.full[i], 1 + 32);  // bytes announced, and the lse of each lane
-            mbar_init(&smem.empty[i], 8);      // one arrival a consumer warp
+            mbar_init(&smem.empty[i], 8 * 8);  // eight lanes of every consumer warp
         }
         mbar_init(&smem.consumed, 8);
         fence_barrier_init();
