@@ -91,9 +91,8 @@ def config(args: argparse.Namespace) -> GptOssConfig:
     return GptOssConfig(num_hidden_layers=args.layers, num_local_experts=args.experts, **small)
 
 
-def write(args: argparse.Namespace) -> list[dict[str, Any]]:
+def write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Make the weights and save them in MXFP4."""
-    rows: list[dict[str, Any]] = []
     with torch.device("meta"):
         model = GptOssForCausalLM(config(args)).to(torch.bfloat16)
     with measured("make bf16 weights", args.device, rows) as row, torch.no_grad():
@@ -104,12 +103,10 @@ def write(args: argparse.Namespace) -> list[dict[str, Any]]:
     with measured("save as MXFP4", args.device, rows) as row:
         save_pretrained_mxfp4(model, args.folder)
         row["gib"] = round(sum(file.stat().st_size for file in args.folder.iterdir()) / GIB, 3)
-    return rows
 
 
-def load(args: argparse.Namespace) -> list[dict[str, Any]]:
+def load(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Load dequantised, compare every parameter with the one it was made from, run a forward."""
-    rows: list[dict[str, Any]] = []
     torch.empty(1, device=source_device())  # the CUDA context is no part of loading
     kwargs = model_init_kwargs(str(args.folder), None, trust_remote_code=False)
     with measured("load dequantised", args.device, rows) as row:
@@ -138,10 +135,9 @@ def load(args: argparse.Namespace) -> list[dict[str, Any]]:
         row["note"] = f"{TOKENS} tokens, attention {backend}, logits finite: {bool(logits.isfinite().all())}"
     if differ or not bool(logits.isfinite().all()):
         raise SystemExit(f"weights that differ: {differ[:5]} ({len(differ)}); {row['note']}")
-    return rows
 
 
-def everything(args: argparse.Namespace) -> list[dict[str, Any]]:
+def everything(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """The stages in processes of their own, so that each one's peak is its own; then the files are removed."""
     sizes = [f"--layers={args.layers}", f"--experts={args.experts}", *(["--small"] if args.small else [])]
     stages = [("write", source_device())] + [("load", device) for device in args.load_on]
@@ -152,7 +148,6 @@ def everything(args: argparse.Namespace) -> list[dict[str, Any]]:
             subprocess.run(command, check=True)
     finally:
         shutil.rmtree(args.folder, ignore_errors=True)
-    return []
 
 
 def stamp() -> dict[str, str]:
@@ -180,7 +175,7 @@ COLUMNS = (
 
 
 def main() -> None:
-    """Run a stage; append its rows to `--out` and print them."""
+    """Run a stage."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("stage", choices=("all", "write", "load"))
     parser.add_argument("folder", type=Path, help="of the MXFP4 checkpoint; must not exist yet for `write`")
@@ -191,11 +186,19 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="small matrices, to try the script")
     parser.add_argument("--out", type=Path, help="CSV file to append to")
     args = parser.parse_args()
-    rows = {"all": everything, "write": write, "load": load}[args.stage](args)
-    common = {"layers": args.layers, "experts": args.experts, **stamp()}
+    rows: list[dict[str, Any]] = []
+    try:
+        {"all": everything, "write": write, "load": load}[args.stage](args, rows)
+    finally:
+        report(args, rows)
+
+
+def report(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Print the rows and append them to `--out`."""
     for row in rows:
         print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
     if args.out and rows:
+        common = {"layers": args.layers, "experts": args.experts, **stamp()}
         new = not args.out.exists()
         with args.out.open("a", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
