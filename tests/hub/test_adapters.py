@@ -119,6 +119,43 @@ def test_plain_peft_loads_adapters_and_sinks(tmp_path):
     torch.testing.assert_close(logits(plain.merge_and_unload()), logits(model), rtol=0, atol=1e-5)
 
 
+def trained_whole(name: str = "default", **settings) -> PeftModel:
+    """An adapter on attention beside parts that are trained as they are: a whole head, rows of the embedding."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=ATTENTION, init_lora_weights=False, **settings)
+    model = get_peft_model(tiny_model(), config, adapter_name=name).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "modules_to_save" in key or "trainable_tokens" in key:
+                parameter.add_(torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("name", ["default", "other"])
+@pytest.mark.parametrize(
+    "settings", [{"modules_to_save": ["lm_head", "router"]}, {"modules_to_save": ["norm"]}], ids=str
+)
+def test_modules_that_are_trained_whole_are_part_of_every_export(tmp_path, settings, name):
+    model = trained_whole(name, **settings)
+    apart = logits(model)
+    with merged_weights(model):
+        alone = tiny_model().eval()
+        alone.load_state_dict(base_state_dict(model))
+    torch.testing.assert_close(logits(alone), apart, rtol=0, atol=1e-5)
+    assert torch.equal(logits(model), apart)
+    model.save_pretrained(tmp_path)
+    plain = PeftModel.from_pretrained(tiny_model(), tmp_path / ("" if name == "default" else name)).eval()
+    assert torch.equal(logits(plain), apart)
+    merged = merge_adapters_(model)
+    torch.testing.assert_close(logits(merged), apart, rtol=0, atol=1e-5)
+    assert merged.state_dict().keys() == tiny_model().state_dict().keys()
+
+
+def test_trained_rows_of_the_embedding_are_refused_by_name():
+    with pytest.raises(ValueError, match="only LoRA can be merged here, found TrainableTokens.* embed_tokens"):
+        merge_adapters_(trained_whole(trainable_token_indices=[1, 2, 3]))
+
+
 def test_without_trained_sinks_the_file_is_left_as_it_is(tmp_path):
     model = adapted("attention", torch.float32)
     model.save_pretrained(tmp_path)
