@@ -3,6 +3,7 @@
     python mxfp4_20b.py all FOLDER --out mxfp4_h200.csv      # the three stages, each in a process of its own
     python mxfp4_20b.py write FOLDER [--device cuda]         # 39 GiB of weights, 12.8 GiB of files
     python mxfp4_20b.py load FOLDER [--device cuda]          # as the trainers load it; every weight compared, a forward
+    python mxfp4_20b.py all FOLDER --small 960 --experts 16 --layers 12 --out loading_cpu.csv
 
 Every tensor is drawn from a seed of its own, so that the loading process draws it again, quantises and dequantises it with
 this package and compares it bit for bit with what transformers' loader made of the file. Host memory is anonymous memory:
@@ -12,6 +13,7 @@ pages of the mapped checkpoint files are left out, since the system takes them b
 import argparse
 import csv
 import datetime
+import os
 import shutil
 import subprocess
 import sys
@@ -34,7 +36,7 @@ from trl_gptoss.trainers.loading import model_init_kwargs
 
 GIB = 2**30
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
-SMALL = {"hidden_size": 128, "intermediate_size": 96, "vocab_size": 500, "num_attention_heads": 4, "head_dim": 32}
+SMALL = {"vocab_size": 500, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 TOKENS = 512
 
 
@@ -87,7 +89,7 @@ def source_device() -> str:
 
 
 def config(args: argparse.Namespace) -> GptOssConfig:
-    small = {"num_key_value_heads": 2, **SMALL} if args.small else {}
+    small = {"hidden_size": args.small, "intermediate_size": args.small, **SMALL} if args.small else {}
     return GptOssConfig(num_hidden_layers=args.layers, num_local_experts=args.experts, **small)
 
 
@@ -112,6 +114,10 @@ def load(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     with measured("load dequantised", args.device, rows) as row:
         model = AutoModelForCausalLM.from_pretrained(args.folder, device_map={"": args.device}, **kwargs)
         row["gib"] = round(sum(p.nbytes for p in model.parameters()) / GIB, 3)
+        largest = max(p.nbytes for p in model.parameters()) / GIB
+    above = (row["gpu_peak_gib"] if args.device == "cuda" else row["host_peak_gib"]) - row["gib"]
+    reading = "without reading threads" if os.environ.get("HF_DEACTIVATE_ASYNC_LOAD") else "with reading threads"
+    row["note"] = f"{reading}; {above / largest:.1f} of the largest matrix above the result"
     with measured("compare", args.device, rows) as row, torch.no_grad():
         differ, changed = [], 0
         for name, parameter in model.named_parameters():
@@ -139,7 +145,7 @@ def load(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 
 def everything(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """The stages in processes of their own, so that each one's peak is its own; then the files are removed."""
-    sizes = [f"--layers={args.layers}", f"--experts={args.experts}", *(["--small"] if args.small else [])]
+    sizes = [f"--layers={args.layers}", f"--experts={args.experts}", f"--small={args.small}"]
     stages = [("write", source_device())] + [("load", device) for device in args.load_on]
     try:
         for stage, device in stages:
@@ -169,7 +175,7 @@ def stamp() -> dict[str, str]:
 
 
 COLUMNS = (
-    "layers experts stage device seconds gib host_peak_gib gpu_peak_gib compared differ changed_by_mxfp4 note gpu driver "
+    "layers experts hidden stage device seconds gib host_peak_gib gpu_peak_gib compared differ changed_by_mxfp4 note gpu driver "
     "torch transformers commit date"
 ).split()
 
@@ -183,7 +189,7 @@ def main() -> None:
     parser.add_argument("--load-on", nargs="+", default=[source_device()], help="devices to load on in `all`")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--experts", type=int, default=32)
-    parser.add_argument("--small", action="store_true", help="small matrices, to try the script")
+    parser.add_argument("--small", type=int, default=0, metavar="N", help="hidden size of a smaller model, for a CPU")
     parser.add_argument("--out", type=Path, help="CSV file to append to")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -198,7 +204,7 @@ def report(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
     if args.out and rows:
-        common = {"layers": args.layers, "experts": args.experts, **stamp()}
+        common = {"layers": args.layers, "experts": args.experts, "hidden": args.small or 2880, **stamp()}
         new = not args.out.exists()
         with args.out.open("a", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
