@@ -3,7 +3,7 @@
     python mxfp4_20b.py all FOLDER --out mxfp4_h200.csv      # the three stages, each in a process of its own
     python mxfp4_20b.py write FOLDER [--device cuda]         # 39 GiB of weights, 12.8 GiB of files
     python mxfp4_20b.py load FOLDER [--device cuda]          # as the trainers load it; every weight compared, a forward
-    python mxfp4_20b.py all FOLDER --small 960 --experts 16 --layers 12 --out loading_cpu.csv
+    python mxfp4_20b.py load FOLDER --small 960 --experts 8 --layers 12 --no-compare --out loading_cpu.csv
 
 Every tensor is drawn from a seed of its own, so that the loading process draws it again, quantises and dequantises it with
 this package and compares it bit for bit with what transformers' loader made of the file. Host memory is anonymous memory:
@@ -27,14 +27,15 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Mxfp4Config
 
 from trl_gptoss import save_pretrained_mxfp4
 from trl_gptoss.attention import active_backend
 from trl_gptoss.experts.mxfp4 import dequantize_mxfp4, quantize_mxfp4
-from trl_gptoss.trainers.loading import model_init_kwargs
 
 GIB = 2**30
+# What the trainers pass for an MXFP4 checkpoint (`trainers/loading.py`).
+KWARGS = {"dtype": torch.bfloat16, "attn_implementation": "sink_fa3", "experts_implementation": "gptoss_fused"}
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 SMALL = {"vocab_size": 500, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 TOKENS = 512
@@ -110,14 +111,17 @@ def write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 def load(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Load dequantised, compare every parameter with the one it was made from, run a forward."""
     torch.empty(1, device=source_device())  # the CUDA context is no part of loading
-    kwargs = model_init_kwargs(str(args.folder), None, trust_remote_code=False)
     with measured("load dequantised", args.device, rows) as row:
-        model = AutoModelForCausalLM.from_pretrained(args.folder, device_map={"": args.device}, **kwargs)
+        model = AutoModelForCausalLM.from_pretrained(
+            args.folder, device_map={"": args.device}, quantization_config=Mxfp4Config(dequantize=True), **KWARGS
+        )
         row["gib"] = round(sum(p.nbytes for p in model.parameters()) / GIB, 3)
         largest = max(p.nbytes for name, p in model.named_parameters() if name.endswith(EXPERTS)) / GIB
     above = (row["gpu_peak_gib"] if args.device == "cuda" else row["host_peak_gib"]) - row["gib"]
     reading = "without reading threads" if os.environ.get("HF_DEACTIVATE_ASYNC_LOAD") else "with reading threads"
     row["note"] = f"{reading}; {above / largest:.1f} of the largest expert matrix above the result"
+    if args.no_compare:
+        return
     with measured("compare", args.device, rows) as row, torch.no_grad():
         differ, changed = [], 0
         for name, parameter in model.named_parameters():
@@ -190,6 +194,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--small", type=int, default=0, metavar="N", help="hidden size of a smaller model, for a CPU")
+    parser.add_argument("--no-compare", action="store_true", help="load only, for its time and memory")
     parser.add_argument("--out", type=Path, help="CSV file to append to")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []

@@ -29,9 +29,9 @@ _SECRETS = re.compile(
     r"|\bnpm_[A-Za-z0-9]{30,}|\bpypi-AgE[A-Za-z0-9_-]{16,}"  # npm, PyPI
     r"|\bwandb_v\d+_[A-Za-z0-9_]{20,}"  # Weights & Biases
     r"|\beyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}"  # JSON web tokens
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.*?-----END [A-Z ]*PRIVATE KEY-----)?"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.{,9999}?-----END [A-Z ]*PRIVATE KEY-----)?"
     r"|(?<=://)[^\s/:@]+:[^\s/@]+(?=@)"  # user:password in a URL
-    r"|\b[Bb]earer\s+(?=[^\s\"']*\d)[\w.~+/-]{16,}=*",  # an HTTP header
+    r"|\b[Bb]earer\s+(?=[^\s\"']{0,99}\d)[\w.~+/-]{16,}=*",  # an HTTP header
     re.DOTALL,
 )
 # A value that has no form of its own, by the name it is given: `WANDB_API_KEY=...`, `"aws_secret_access_key": "..."`,
@@ -40,7 +40,7 @@ _NAMED_SECRET = re.compile(
     r"(?P<name>(?:api|access|secret|private|account|signing)[_-]?key|(?:access|auth|api|hub|hf|refresh|session)[_-]?token"
     r"|client[_-]?secret|passwd|password|x-amz-signature)"
     r"(?P<between>\\?[\"'`]?\s*(?:=|:|\|)\s*\\?[\"'`]?)"
-    r"(?P<value>(?=[^\s\"'`\\,;&|]*\d)(?=[^\s\"'`\\,;&|]*[A-Za-z])[^\s\"'`\\,;&|]{8,})",
+    r"(?P<value>(?=[^\s\"'`\\,;&|]{0,99}\d)(?=[^\s\"'`\\,;&|]{0,99}[A-Za-z])[^\s\"'`\\,;&|]{8,})",
     re.IGNORECASE,
 )
 # An absolute path of at least two parts, one under the home directory, a file URL or a Windows path. Not the path of a URL
@@ -49,7 +49,7 @@ _END = r"\s\"'`()\[\]<>|,"
 _QUOTED = r"(?:[^\"'`\n\\]|\\(?![\"']))"
 _PATHS = re.compile(
     rf"file:/+[^{_END}]+"
-    rf"|(?<=[\"'`])(?:~[\w.-]*/|/(?:[^\"'`\n/<>|]+/)+|[A-Za-z]:\\|[A-Za-z]:/(?!/)){_QUOTED}*(?=\\?[\"'`])"
+    rf"|(?<=[\"'`])(?:~[\w.-]*/|/[^\"'`\n/<>|]+/|[A-Za-z]:\\|[A-Za-z]:/(?!/)){_QUOTED}{{,500}}(?=\\?[\"'`])"
     r"|(?<![\w/.<~)\]-])(?:~[\w.-]*(?:/[\w.@+=~%-]+)+/?|/(?:[\w.@+=~%-]+/)+[\w.@+=~%-]*)"
     rf"|(?<!\w)[A-Za-z]:(?:\\|/(?!/))[^{_END}]*"
     rf"|\\\\[\w.-]+\\[^{_END}]+"
