@@ -119,6 +119,8 @@ def load(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         largest = max(p.nbytes for name, p in model.named_parameters() if name.endswith(EXPERTS)) / GIB
     above = (row["gpu_peak_gib"] if args.device == "cuda" else row["host_peak_gib"]) - row["gib"]
     reading = "without reading threads" if os.environ.get("HF_DEACTIVATE_ASYNC_LOAD") else "with reading threads"
+    if "MALLOC_MMAP_THRESHOLD_" in os.environ:
+        reading += ", glibc's MALLOC_MMAP_THRESHOLD_ set"
     row["note"] = f"{reading}; {above / largest:.1f} of the largest expert matrix above the result"
     if args.no_compare:
         return
