@@ -79,18 +79,20 @@ class LiveBytes(TorchDispatchMode):
 def fake_attention() -> None:
     """sink_fa3's forward and backward as the Hopper backend allocates: dq in fp32 until it is rounded."""
 
-    def forward(q, k, v, *rest):
+    def forward(backend, q, k, v, *rest):
         return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
-    def backward(dout, q, k, v, out, lse, *rest):
+    def backward(backend, dout, q, k, v, out, lse, *rest):
         rows = torch.empty_like(lse), torch.empty_like(lse)  # noqa: F841
         wide = q.new_empty(q.shape, dtype=torch.float32)  # noqa: F841
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), lse.new_empty(q.shape[1])
 
-    def eager(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *settings):  # as on a GPU, where tensors are real
-        return ops._EagerSinkAttention.apply(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, settings)
+    def eager(q, k, v, sinks, *settings):  # as on a GPU, where tensors are real
+        return ops._EagerSinkAttention.apply(q, k, v, sinks, settings)
 
-    ops.forward, ops.backward, ops.sink_attention_op = forward, backward, eager
+    ops.calls = SimpleNamespace(forward=forward, backward=backward)
+    ops.backends = SimpleNamespace(choose=lambda q: SimpleNamespace(SINKS_AS_THEY_ARE=True))
+    ops.sink_attention_op = eager
 
 
 def fake_experts() -> None:
