@@ -15,7 +15,7 @@ Legend: T tokens of a micro-batch on one GPU, H hidden size, A = heads * head_di
 token, I intermediate size of an expert, V vocabulary. All sizes in bytes, activations in bfloat16.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 GIB = 2**30
@@ -144,8 +144,11 @@ class TrainSetup:
         optimizer (`"adamw"` or `"adamw_8bit"`, *optional*, defaults to `"adamw"`): Two states per trained parameter, in its
             dtype or in 8 bits; the input embedding's stay in fp32 with the latter, as transformers asks bitsandbytes.
         optimizer_bytes (`int`, *optional*): Bytes of optimizer state per trained parameter, for any other optimizer.
+        critic (`"none"`, `"separate"`, `"shared"` or `"lora"`, *optional*, defaults to `"none"`): PPO's critic. The separate
+            one is a backbone that is trained in full, whatever `method` is; it steps after the policy, so that only the
+            larger of the two passes counts.
         extra_models (`int`, *optional*, defaults to 0): Further copies of the weights: a reference model (not needed
-            with LoRA), a separate critic's backbone.
+            with LoRA).
         engine_gib (`float`, *optional*, defaults to 0.0): Memory given to a rollout engine on the same GPU, in GiB.
     """
 
@@ -165,6 +168,7 @@ class TrainSetup:
     master_weights: bool = False
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     optimizer_bytes: int | None = None
+    critic: Literal["none", "separate", "shared", "lora"] = "none"
     extra_models: int = 0
     engine_gib: float = 0.0
 
@@ -172,6 +176,9 @@ class TrainSetup:
         _one_of("method", self.method, ("lora", "full"))
         _one_of("sharding", self.sharding, ("none", "fsdp2", "zero3"))
         _one_of("optimizer", self.optimizer, ("adamw", "adamw_8bit"))
+        _one_of("critic", self.critic, ("none", "separate", "shared", "lora"))
+        if self.critic == "lora" and self.method == "full":
+            raise ValueError("critic 'lora' is a second adapter beside the policy's; it needs method 'lora'.")
         _one_of("experts_implementation", self.experts_implementation, ("gptoss_fused", "grouped_mm"))
         for name in ("tokens", "num_gpus", "sequence_parallel_size", "lora_rank"):
             if getattr(self, name) < 1:
@@ -233,11 +240,27 @@ def predict_memory(shape: ModelShape, setup: TrainSetup) -> MemoryPrediction:
         `MemoryPrediction`: Parts and worst moment.
     """
     parts = _states(shape, setup)
-    tokens = setup.local_tokens
-    hidden = _HALF * shape.hidden_size * tokens
+    passes = {"": _pass(shape, setup, _head(shape, setup))}
+    if setup.critic in ("separate", "lora"):
+        of_critic = replace(setup, method="full") if setup.critic == "separate" else setup
+        passes["critic: "] = _pass(shape, of_critic, _value_head(shape, of_critic))
+    name = max(passes, key=lambda name: sum(passes[name].parts.values()))
+    parts |= passes[name].parts
+    worst = name + passes[name].worst
+    if setup.sharding != "none":
+        unsharded = 2 * shape.layer_parameters * _HALF  # the layer at work and the one fetched ahead
+        if setup.method == "full":
+            unsharded += shape.layer_parameters * (_FLOAT if setup.master_weights else _HALF)
+        parts["gathered layers"] = max(unsharded, shape.embedding_parameters * _HALF)
+    return MemoryPrediction(parts={name: round(size) for name, size in parts.items() if size}, worst=worst)
+
+
+def _pass(shape: ModelShape, setup: TrainSetup, head: float) -> MemoryPrediction:
+    """Activations of one forward and backward; `head` are the bytes that the head of the model is at work with."""
+    hidden = _HALF * shape.hidden_size * setup.local_tokens
     modules = _modules(shape, setup)
     layer = sum(saved for _, saved, _ in modules)
-    candidates = {"head": _head(shape, setup)}
+    candidates = {"head": head}
     alive = layer
     for name, saved, working in reversed(modules):
         candidates[name] = alive + working
@@ -245,20 +268,12 @@ def predict_memory(shape: ModelShape, setup: TrainSetup) -> MemoryPrediction:
     worst = max(candidates, key=candidates.__getitem__)
     if setup.activation_checkpointing:
         kept = min(shape.num_layers, _CHECKPOINTS_ON_GPU) if setup.activation_offloading else shape.num_layers
-        parts["checkpoints"] = kept * hidden
-        parts["layer at work"] = candidates[worst]
+        parts = {"checkpoints": kept * hidden, "layer at work": candidates[worst]}
     elif worst == "head":
-        parts["saved layers"] = shape.num_layers * layer
-        parts["layer at work"] = candidates[worst]
+        parts = {"saved layers": shape.num_layers * layer, "layer at work": candidates[worst]}
     else:
-        parts["saved layers"] = (shape.num_layers - 1) * layer
-        parts["layer at work"] = max(candidates[worst], layer + candidates["head"])
-    if setup.sharding != "none":
-        unsharded = 2 * shape.layer_parameters * _HALF  # the layer at work and the one fetched ahead
-        if setup.method == "full":
-            unsharded += shape.layer_parameters * (_FLOAT if setup.master_weights else _HALF)
-        parts["gathered layers"] = max(unsharded, shape.embedding_parameters * _HALF)
-    return MemoryPrediction(parts={name: round(size) for name, size in parts.items() if size}, worst=worst)
+        parts = {"saved layers": (shape.num_layers - 1) * layer, "layer at work": max(candidates[worst], layer + head)}
+    return MemoryPrediction(parts=parts, worst=worst)
 
 
 def _states(shape: ModelShape, setup: TrainSetup) -> dict[str, float]:
@@ -271,17 +286,37 @@ def _states(shape: ModelShape, setup: TrainSetup) -> dict[str, float]:
         width, trained = _FLOAT, lora_parameters(shape, setup.lora_rank, setup.lora_experts)
         parts = {"weights": weights / setup.shards, "adapters": trained * width / setup.shards}
     parts["gradients"] = trained * width / setup.shards
-    if setup.optimizer_bytes is not None:
-        states = trained * setup.optimizer_bytes
-    elif setup.optimizer == "adamw_8bit":
-        wide = shape.embedding_parameters if setup.method == "full" else 0
-        states = (trained - wide) * _EIGHT_BIT + wide * 2 * _FLOAT
-    else:
-        states = trained * 2 * width
-    parts["optimizer"] = states / setup.shards
+    parts["optimizer"] = _optimizer_states(shape, setup, trained, width) / setup.shards
+    parts["critic"] = _critic_states(shape, setup) / setup.shards
     parts["further models"] = setup.extra_models * weights / setup.shards
     parts["engine"] = setup.engine_gib * GIB
     return parts
+
+
+def _critic_states(shape: ModelShape, setup: TrainSetup) -> int:
+    """Weights, gradients and optimizer of the critic beside its value head, whose few thousand parameters do not count."""
+    if setup.critic not in ("separate", "lora"):
+        return 0
+    if setup.critic == "separate":  # a model without language head
+        trained = shape.parameters - (0 if shape.tied else shape.embedding_parameters)
+        width = _FLOAT if setup.master_weights else _HALF
+    else:
+        trained, width = lora_parameters(shape, setup.lora_rank, setup.lora_experts), _FLOAT
+    embedding = shape.embedding_parameters if setup.critic == "separate" else 0
+    return round(trained * 2 * width + _optimizer_states(shape, setup, trained, width, embedding))
+
+
+def _optimizer_states(
+    shape: ModelShape, setup: TrainSetup, trained: int, width: int, embedding: int | None = None
+) -> float:
+    """Bytes of the states for `trained` parameters of `width` bytes, of which `embedding` are the input embedding's."""
+    if setup.optimizer_bytes is not None:
+        return trained * setup.optimizer_bytes
+    if setup.optimizer == "adamw":
+        return trained * 2 * width
+    if embedding is None:
+        embedding = shape.embedding_parameters if setup.method == "full" else 0
+    return (trained - embedding) * _EIGHT_BIT + embedding * 2 * _FLOAT
 
 
 def lora_parameters(shape: ModelShape, rank: int, experts: bool) -> int:
@@ -348,13 +383,27 @@ def _head(shape: ModelShape, setup: TrainSetup) -> float:
     """Backward of the head: final norm's input, hidden states, their fp32 gradient, tiles of logits."""
     T, H, V = setup.local_tokens, shape.hidden_size, shape.vocab_size
     full = setup.method == "full"
-    norm = _HALF * H if setup.fused_elementwise else _FLOAT * H * (2 if full else 1)
+    norm = _final_norm(shape, setup)
+    if setup.critic == "shared":  # the value head's float32 copy of the hidden states and its gradient
+        norm += 2 * _FLOAT * H
     weight_gradient = shape.embedding_parameters * (_FLOAT + _HALF) if full else 0
     if not setup.fused_head:
         logits = (3 * _FLOAT + _HALF) * V  # fp32 copy, its log-softmax and gradient, and the product itself
         return (norm + logits) * T + (shape.embedding_parameters * _HALF if full else 0)
     tile = _HALF * min(T, _HEAD_TOKENS) * min(V, _HEAD_COLUMNS)
     return (norm + _HALF * 3 * H + _FLOAT * H) * T + tile + weight_gradient
+
+
+def _value_head(shape: ModelShape, setup: TrainSetup) -> float:
+    """Backward of a critic's own forward: final norm's input, hidden states, their float32 copy and its gradient."""
+    return (_final_norm(shape, setup) + (_HALF + 2 * _FLOAT) * shape.hidden_size) * setup.local_tokens
+
+
+def _final_norm(shape: ModelShape, setup: TrainSetup) -> float:
+    """Bytes a token that the final norm saves."""
+    if setup.fused_elementwise:
+        return _HALF * shape.hidden_size
+    return _FLOAT * shape.hidden_size * (2 if setup.method == "full" else 1)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
