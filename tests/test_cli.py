@@ -31,6 +31,11 @@ def test_every_command_has_help_of_its_own(name, capsys):
     assert f"trl-gptoss {name}" in capsys.readouterr().out
 
 
+def test_the_package_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "trl_gptoss", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("usage: trl-gptoss ")
+
+
 def test_unknown_commands_and_none_are_wrong_usage(capsys):
     for argv in ([], ["fly"]):
         with pytest.raises(SystemExit) as e:

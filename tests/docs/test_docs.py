@@ -158,6 +158,7 @@ def test_the_site_builds_and_its_links_resolve(tmp_path):
     broken = []
     for page in tmp_path.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
+        assert "```" not in text, f"{page.name}: a code block was not recognised"
         for link in re.findall(r'(?:href|src)="?([^"\s>]+)', text):
             if re.match(r"[a-z]+:|//|#|/", link) or page.name == "404.html":
                 continue

@@ -119,6 +119,59 @@ def test_plain_peft_loads_adapters_and_sinks(tmp_path):
     torch.testing.assert_close(logits(plain.merge_and_unload()), logits(model), rtol=0, atol=1e-5)
 
 
+def trained_whole(name: str = "default", **settings) -> PeftModel:
+    """An adapter on attention beside parts that are trained as they are: a whole head, rows of the embedding."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=ATTENTION, init_lora_weights=False, **settings)
+    model = get_peft_model(tiny_model(), config, adapter_name=name).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "modules_to_save" in key or "trainable_tokens" in key:
+                parameter.add_(torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("name", ["default", "other"])
+@pytest.mark.parametrize(
+    "settings", [{"modules_to_save": ["lm_head", "router"]}, {"modules_to_save": ["norm"]}], ids=str
+)
+def test_modules_that_are_trained_whole_are_part_of_every_export(tmp_path, settings, name):
+    model = trained_whole(name, **settings)
+    apart = logits(model)
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    with merged_weights(model):
+        alone = tiny_model().eval()
+        alone.load_state_dict(base_state_dict(model))
+    torch.testing.assert_close(logits(alone), apart, **close)
+    assert torch.equal(logits(model), apart)
+    model.save_pretrained(tmp_path)
+    plain = PeftModel.from_pretrained(tiny_model(), tmp_path / ("" if name == "default" else name)).eval()
+    assert torch.equal(logits(plain), apart)
+    merged = merge_adapters_(model)
+    torch.testing.assert_close(logits(merged), apart, **close)
+    assert merged.state_dict().keys() == tiny_model().state_dict().keys()
+
+
+def test_of_several_adapters_the_active_one_is_exported():
+    model = trained_whole(modules_to_save=["lm_head"])
+    model.add_adapter("second", model.peft_config["default"])
+    base, trained = tiny_model().lm_head.weight, model.get_base_model().lm_head.modules_to_save["default"].weight
+    assert torch.equal(base_state_dict(model)["lm_head.weight"], trained) and not torch.equal(base, trained)
+    model.set_adapter("second")
+    assert torch.equal(base_state_dict(model)["lm_head.weight"], base)
+    model.set_adapter("default")
+    with model.disable_adapter():
+        assert torch.equal(base_state_dict(model)["lm_head.weight"], base)
+    assert base_state_dict(model).keys() == tiny_model().state_dict().keys()
+
+
+def test_trained_rows_of_the_embedding_are_refused_by_name():
+    with pytest.raises(
+        ValueError, match=r"only LoRA can be merged here, found TrainableTokensLayer at .*embed_tokens"
+    ):
+        merge_adapters_(trained_whole(trainable_token_indices=[1, 2, 3]))
+
+
 def test_without_trained_sinks_the_file_is_left_as_it_is(tmp_path):
     model = adapted("attention", torch.float32)
     model.save_pretrained(tmp_path)

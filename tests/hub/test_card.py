@@ -2,6 +2,7 @@
 
 import pytest
 from hub_metadata import card_errors
+from huggingface_hub import ModelCard
 
 from trl_gptoss.hub.card import ModelCardFacts, make_card, write_card
 from trl_gptoss.hub.scrub import PATH, SECRET
@@ -75,6 +76,28 @@ def test_a_policy_cannot_break_the_table():
     facts = ModelCardFacts(name="model", recipe={"stop": "a|b\n| c |\n## Heading"}, rewards={"a|b": 1.0})
     card = make_card(facts, {})
     assert "| `stop` | `a\\|b \\| c \\| ## Heading` |" in card and "\n## Heading" not in card
+
+
+@pytest.mark.parametrize(
+    "evil",
+    ["x\n---\nlicense: mit\n---\n# other", "a: [b", "#no", "'\"", "me/data\ntags: [x]", "ключ: 值 🙂", "- x", "%", ""],
+)
+def test_names_cannot_break_the_metadata(evil):
+    """Names of data sets, policies, models and tags that mean something in YAML or Markdown."""
+    facts = ModelCardFacts(
+        name=f"model {evil}",
+        datasets=[evil, "me/data"],
+        tags=[evil],
+        license="apache-2.0",
+        evaluations=[{"policy": evil, "problems": 4, "correct": 2}],
+        rewards={evil: 1.0},
+    )
+    card = make_card(facts, {})
+    data = ModelCard(card).data.to_dict()
+    assert data["license"] == "apache-2.0" and data["datasets"] == ["me/data"]
+    assert set(data["tags"]) == {"generated_from_trainer", "reinforcement-learning", evil} - {""}
+    assert data["model-index"][0]["results"][0]["dataset"]["type"] == (evil or "me/data")
+    assert card.count("\n# ") == 1 and "datasets/me/data)" in card
 
 
 def test_on_policy_statistics():

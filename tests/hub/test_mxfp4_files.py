@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, GptOssModel, Mxfp4Conf
 import trl_gptoss
 from trl_gptoss.experts.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from trl_gptoss.hub import mxfp4_files, mxfp4_loading_cost, save_pretrained_mxfp4
+from trl_gptoss.hub.publish import replace_mxfp4
 
 # hidden and intermediate sizes differ, so that a wrong transpose has a wrong shape
 SIZES = {
@@ -204,6 +206,45 @@ def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         save_pretrained_mxfp4(tiny(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from transformers import GptOssForCausalLM
+from trl_gptoss.hub import mxfp4_files, publish
+save = mxfp4_files.save_file
+def killed_at_the_third(*args, **kwargs):
+    calls.append(1)
+    if len(calls) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(*args, **kwargs)
+calls = []
+mxfp4_files.save_file = killed_at_the_third
+plan = mxfp4_files._plan_shards
+mxfp4_files._plan_shards = lambda weights, dtype, size: plan(weights, dtype, "31KB")
+model = GptOssForCausalLM.from_pretrained(sys.argv[1])
+publish.replace_mxfp4(model, Path(sys.argv[2]), None)
+"""
+
+
+def test_a_save_that_is_killed_leaves_the_former_checkpoint_and_the_next_one_cleans_up(tmp_path):
+    old, new = tiny(), tiny()
+    new.lm_head.weight.data += 1
+    new.save_pretrained(tmp_path / "source")
+    replace_mxfp4(old, tmp_path / "run/mxfp4", None)
+    before = tensors(tmp_path / "run/mxfp4")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "source"), str(tmp_path / "run/mxfp4")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    after = tensors(tmp_path / "run/mxfp4")
+    assert after.keys() == before.keys() and all(torch.equal(t, before[name]) for name, t in after.items())
+    assert len(list((tmp_path / "run").iterdir())) > 1  # what the killed process had written
+    replace_mxfp4(new, tmp_path / "run/mxfp4", None)
+    assert torch.equal(load(tmp_path / "run/mxfp4").lm_head.weight, new.lm_head.weight)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["mxfp4"]
 
 
 def test_existing_directories(tmp_path):

@@ -1,5 +1,6 @@
 """Secrets and local paths: what is found, and what must not be taken for one."""
 
+import json
 import os
 from pathlib import Path
 
@@ -21,6 +22,11 @@ SECRETS = {
     "Slack": "xoxb-" + "123456789012-abcdefghij",
     "W&B": "wandb_v1_" + "abcdefghijklmnopqrstuvwx",
     "JWT": "eyJhbGciOiJIUzI1NiJ9" + ".eyJzdWIiOiIxMjM0NTY3ODkwIn0.abc123def456",
+    "Hugging Face in a word": "hf_" + "jwt_AbCdEfGhIjKlMnOpQrStUvWx",
+    "Stripe": "sk_live_" + "abcdefghijklmnop1234",
+    "npm": "npm_" + "abcdefghijklmnopqrstuvwxyz0123456789",
+    "PyPI": "pypi-" + "AgEIcHlwaS5vcmcCJDEyMzQ1Njc4",
+    "HTTP header": "Bearer " + "abcdefghijkl0123456789",
     "private key": "-----BEGIN RSA PRIVATE " + "KEY-----\nMIIEow\n-----END RSA PRIVATE KEY-----",
 }
 PATHS = (
@@ -32,6 +38,18 @@ PATHS = (
     "file:///scratch/x",
     r"C:\Users\me\model",
     r"\\server\share\model",
+    "C:/Users/me/model",
+    "file:/scratch/x",
+    "/home/münch/модель/x",
+)
+NAMED = (  # (before, value, after)
+    ("WANDB_API_KEY=", "0123456789abcdef0123456789abcdef01234567", " python train.py"),
+    ('{"aws_secret_access_key": "', "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLE", '"}'),
+    ("aws_secret_access_key = ", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLE", ""),
+    ("https://example.com/x?access_token=", "abcdefgh12345678", "&page=2"),
+    ("password: ", "hunter2hunter2", ", user: me"),
+    ("| `api_key` | `", "0123456789abcdef", "` |"),
+    ('{\\"api_key\\": \\"', "0123456789abcdef", '\\"}'),  # JSON in JSON
 )
 HARMLESS = (
     "https://huggingface.co/openai/gpt-oss-20b/resolve/main/config.json",
@@ -44,6 +62,10 @@ HARMLESS = (
     "![Largest |log ratio|](figures/on_policy.svg)",
     "commit 0123456789abcdef0123456789abcdef01234567",
     "a ~ b / c",
+    "password: string, api_key=YOUR_API_KEY, access_token: null",
+    '{"bos_token": "<|startoftext|>", "eos_token": "<|return|>", "pad_token_id": 199999}',
+    "https://example.com:8443/a/b/c and s3://bucket/a/b",
+    "hub_token of the Bearer, num_tokens=12345678",
 )
 
 
@@ -54,6 +76,27 @@ def test_secrets_are_removed_and_refused(kind):
     with pytest.raises(SecretFound, match="config.json, line 2") as raised:
         check_no_secret("config.json", text)
     assert SECRETS[kind] not in str(raised.value)
+
+
+@pytest.mark.parametrize(("before", "value", "after"), NAMED)
+def test_values_are_secrets_by_the_name_before_them(before, value, after):
+    assert redact(before + value + after) == before + SECRET + after
+    with pytest.raises(SecretFound):
+        check_no_secret("x.json", before + value + after)
+
+
+def test_a_token_inside_a_word():
+    assert redact("my" + SECRETS["Hugging Face"] + "!") == f"my{SECRET}!"
+
+
+@pytest.mark.parametrize("quote", "\"'`")
+@pytest.mark.parametrize("path", ["/home/John Smith/models/x y", r"C:\Users\John Smith\x", "~/my models/x"])
+def test_a_path_with_spaces_in_quotation_marks(path, quote):
+    assert redact(f"from {quote}{path}{quote} on") == f"from {quote}{PATH}{quote} on"
+
+
+def test_a_path_behind_a_host_name():
+    assert redact("rsync me@myhost:/data/x/y") == f"rsync me@myhost:{PATH}"
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -119,6 +162,31 @@ def test_only_the_model_is_uploaded_and_text_is_cleaned(tmp_path):
     assert content["chat_template.jinja"] == inside["chat_template.jinja"]
     assert content["model.safetensors"] == inside["model.safetensors"]
     assert content["tokenizer.json"] == inside["tokenizer.json"]
+
+
+def clean(folder: Path) -> str:
+    (operation,) = additions(model_files(folder))
+    with operation.as_file() as opened:
+        return opened.read().decode()
+
+
+def test_json_is_looked_at_without_its_escapes(tmp_path):
+    """A slash, a letter or a quotation mark of a JSON string may be written as an escape; the file stays JSON."""
+    file = tmp_path / "config.json"
+    file.write_text(
+        r'{"a": "\/home\/me\/x", "b": ["{\"p\": \"/home/me/y\"}", "/home/John Smith/z", 7], "_name": null}'
+    )
+    assert json.loads(clean(tmp_path)) == {"a": PATH, "b": [f'{{"p": "{PATH}"}}', PATH, 7], "_name": None}
+    file.write_text(r'{"a": "\u002fhome\u002fme\u002fx", "inner": {"base_model_name_or_path": "./here"}}')
+    assert json.loads(clean(tmp_path)) == {"a": PATH, "inner": {"base_model_name_or_path": None}}
+    untouched = '{"layer_types":["full_attention"],   "rope_theta":1e4,"x":1.10}'
+    file.write_text(untouched)
+    assert clean(tmp_path) == untouched
+    file.write_text('{"note": "\\u0068' + SECRETS["Hugging Face"][1:] + '"}')
+    with pytest.raises(SecretFound, match="config.json, decoded, line 2"):
+        clean(tmp_path)
+    file.write_text("{broken, /home/me/x")
+    assert clean(tmp_path) == f"{{broken, {PATH}"
 
 
 def test_a_secret_in_a_configuration_stops_the_upload(tmp_path):

@@ -151,16 +151,27 @@ def merge_adapters_(model: "PeftModel") -> nn.Module:
 
 def base_name(name: str) -> str:
     """The name that a weight of a PEFT model has in the base model."""
-    return name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".modules_to_save.default", "")
+    name = name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".original_module", "")
+    head, found, tail = name.partition(".modules_to_save.")  # then the name of the adapter
+    return f"{head}.{tail.partition('.')[2]}" if found else name
 
 
 def base_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights under the names of the base model, without those of adapters; for a model without PEFT all of them."""
-    return {
-        base_name(name): tensor
-        for name, tensor in model.state_dict().items()
-        if "lora_" not in name and ".original_module." not in name
-    }
+    """The weights under the names of the base model, without those of adapters; for a model without PEFT all of them.
+
+    Of modules that are trained whole (`modules_to_save`) those of the active adapter; the original ones if none is active.
+    """
+    used = {}
+    for name, module in model.named_modules():
+        if any(child == "modules_to_save" for child, _ in module.named_children()):
+            active = [a for a in module.active_adapters if a in module.modules_to_save and not module.disable_adapters]
+            used[f"{name}."] = f"modules_to_save.{active[0]}." if active else "original_module."
+
+    def is_base(name: str) -> bool:
+        wrapper = next((prefix for prefix in used if name.startswith(prefix)), None)
+        return "lora_" not in name if wrapper is None else name.startswith(wrapper + used[wrapper])
+
+    return {base_name(name): tensor for name, tensor in model.state_dict().items() if is_base(name)}
 
 
 def _check_whole(model: nn.Module) -> None:

@@ -161,7 +161,7 @@ def _metadata(facts: ModelCardFacts, base: str | None) -> ModelCardData:
         EvalResult(
             task_type="text-generation",
             task_name="Text Generation",
-            dataset_type=facts.datasets[0] if facts.datasets else "held-out",
+            dataset_type=next(iter(_datasets(facts)), "held-out"),
             dataset_name=_label(row) or "held-out problems",
             metric_type="accuracy",
             metric_name="accuracy",
@@ -170,7 +170,7 @@ def _metadata(facts: ModelCardFacts, base: str | None) -> ModelCardData:
         for row in facts.evaluations
         if (share := _share(row)) is not None
     ]
-    hub_ids = [name for name in facts.datasets if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not is_local(name)]
+    hub_ids = [name for name in _datasets(facts) if _is_hub_id(name)]
     return ModelCardData(
         base_model=base,
         datasets=hub_ids or None,
@@ -179,7 +179,7 @@ def _metadata(facts: ModelCardFacts, base: str | None) -> ModelCardData:
         license=facts.license,
         model_name=clean_name(facts.name),
         pipeline_tag="text-generation",
-        tags=sorted({"generated_from_trainer", "reinforcement-learning", *facts.tags}),
+        tags=sorted({"generated_from_trainer", "reinforcement-learning", *filter(None, facts.tags)}),
         **({"base_model_relation": "adapter" if facts.kind == "adapter" else "finetune"} if base else {}),
     )
 
@@ -230,9 +230,18 @@ def _curves(figures: dict[str, str], links: dict[str, str]) -> str:
     return "\n\n".join(part for part in (pictures, " · ".join(f"[{n}]({url})" for n, url in links.items())) if part)
 
 
+def _datasets(facts: ModelCardFacts) -> list[str]:
+    return [name for name in facts.datasets if name.strip()]
+
+
+def _is_hub_id(name: str) -> bool:
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not is_local(name)
+
+
 def _task(facts: ModelCardFacts) -> str:
     names = [
-        f"[{n}](https://huggingface.co/datasets/{n})" if "/" in n and not is_local(n) else n for n in facts.datasets
+        f"[{n}](https://huggingface.co/datasets/{n})" if _is_hub_id(n) else " ".join(n.split())
+        for n in _datasets(facts)
     ]
     data = f"Data: {', '.join(names)}." if names else ""
     return "\n\n".join(part for part in (facts.task, data) if part)

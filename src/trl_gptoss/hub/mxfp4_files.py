@@ -66,7 +66,9 @@ def save_pretrained_mxfp4(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target} exists and is not an empty directory; remove it or choose another one")
     # Beside the target, so that the rename stays inside one file system. Not tempfile: its directories are private (0700).
-    partial = target.parent / f".{target.name}.partial-{os.getpid()}"
+    prefix = f".{target.name}.partial-"
+    _remove_abandoned(target.parent, prefix)
+    partial = target.parent / f"{prefix}{os.getpid()}"
     partial.mkdir(parents=True)
     try:
         _save_configs(model, dtype, partial)
@@ -75,6 +77,19 @@ def save_pretrained_mxfp4(
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # gone already where all went well
     return target
+
+
+def _remove_abandoned(parent: Path, prefix: str) -> None:
+    """What processes that were killed in the middle of such a save have left: as large as a checkpoint."""
+    for path in parent.iterdir() if parent.is_dir() else ():
+        if not path.name.startswith(prefix):
+            continue
+        try:
+            os.kill(int(path.name.removeprefix(prefix)), 0)
+        except ProcessLookupError:
+            shutil.rmtree(path, ignore_errors=True)
+        except (ValueError, PermissionError):
+            continue  # not one of ours, or of a process that runs for somebody else
 
 
 def mxfp4_loading_cost(config: GptOssConfig, dtype: torch.dtype = torch.bfloat16) -> str:

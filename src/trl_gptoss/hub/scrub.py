@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import get_token
 
@@ -16,27 +17,41 @@ PATH = "[local path removed]"
 
 # Forms that their issuers document; lengths are lower bounds, so that a newer, longer form is still caught.
 _SECRETS = re.compile(
-    r"\bhf_[A-Za-z0-9]{16,}"  # Hugging Face, users
-    r"|\bapi_org_[A-Za-z0-9]{16,}"  # Hugging Face, organisations
+    r"hf_(?:[A-Za-z0-9]{16,}|(?:oauth|jwt)_[\w.-]{16,})"  # Hugging Face, users; also in the middle of a word
+    r"|api_org_[A-Za-z0-9]{16,}"  # Hugging Face, organisations
     r"|\bsk-[A-Za-z0-9_-]{20,}"  # OpenAI, Anthropic
-    r"|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_[A-Za-z0-9_]{20,}"  # GitHub
+    r"|\bgh[pousr]_[A-Za-z0-9_]{20,}|\bgithub_pat_[A-Za-z0-9_]{20,}"  # GitHub
     r"|\bglpat-[A-Za-z0-9_-]{16,}"  # GitLab
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"  # AWS
     r"|\bAIza[A-Za-z0-9_-]{30,}"  # Google
     r"|\bxox[abeprs]-[A-Za-z0-9-]{10,}"  # Slack
+    r"|\b[rs]k_(?:live|test)_[A-Za-z0-9]{16,}"  # Stripe
+    r"|\bnpm_[A-Za-z0-9]{30,}|\bpypi-AgE[A-Za-z0-9_-]{16,}"  # npm, PyPI
     r"|\bwandb_v\d+_[A-Za-z0-9_]{20,}"  # Weights & Biases
     r"|\beyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}"  # JSON web tokens
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.*?-----END [A-Z ]*PRIVATE KEY-----)?"
-    r"|(?<=://)[^\s/:@]+:[^\s/@]+(?=@)",  # user:password in a URL
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.{,9999}?-----END [A-Z ]*PRIVATE KEY-----)?"
+    r"|(?<=://)[^\s/:@]+:[^\s/@]+(?=@)"  # user:password in a URL
+    r"|\b[Bb]earer\s+(?=[^\s\"']{0,99}\d)[\w.~+/-]{16,}=*",  # an HTTP header
     re.DOTALL,
 )
+# A value that has no form of its own, by the name it is given: `WANDB_API_KEY=...`, `"aws_secret_access_key": "..."`,
+# `?access_token=...`. It has a digit and a letter, so that a placeholder or a type (`password: string`) is none.
+_NAMED_SECRET = re.compile(
+    r"(?P<name>(?:api|access|secret|private|account|signing)[_-]?key|(?:access|auth|api|hub|hf|refresh|session)[_-]?token"
+    r"|client[_-]?secret|passwd|password|x-amz-signature)"
+    r"(?P<between>\\?[\"'`]?\s*(?:=|:|\|)\s*\\?[\"'`]?)"
+    r"(?P<value>(?=[^\s\"'`\\,;&|]{0,99}\d)(?=[^\s\"'`\\,;&|]{0,99}[A-Za-z])[^\s\"'`\\,;&|]{8,})",
+    re.IGNORECASE,
+)
 # An absolute path of at least two parts, one under the home directory, a file URL or a Windows path. Not the path of a URL
-# (a colon, a slash or a letter stands before it), nor a fraction.
+# (a slash or a letter stands before it), nor a fraction. In quotation marks a path may have spaces.
 _END = r"\s\"'`()\[\]<>|,"
+_QUOTED = r"(?:[^\"'`\n\\]|\\(?![\"']))"
 _PATHS = re.compile(
-    rf"file://[^{_END}]+"
-    r"|(?<![\w:/.<~)\]-])(?:~[\w.-]*(?:/[\w.@+=~%-]+)+/?|/(?:[\w.@+=~%-]+/)+[\w.@+=~%-]*)"
-    rf"|(?<!\w)[A-Za-z]:\\[^{_END}]*"
+    rf"file:/+[^{_END}]+"
+    rf"|(?<=[\"'`])(?:~[\w.-]*/|/[^\"'`\n/<>|]+/|[A-Za-z]:\\|[A-Za-z]:/(?!/)){_QUOTED}{{,500}}(?=\\?[\"'`])"
+    r"|(?<![\w/.<~)\]-])(?:~[\w.-]*(?:/[\w.@+=~%-]+)+/?|/(?:[\w.@+=~%-]+/)+[\w.@+=~%-]*)"
+    rf"|(?<!\w)[A-Za-z]:(?:\\|/(?!/))[^{_END}]*"
     rf"|\\\\[\w.-]+\\[^{_END}]+"
 )
 _SECRET_VARIABLE = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIALS?)S?$")
@@ -81,11 +96,23 @@ def redact(text: str, secrets: Iterable[str] = (), places: Iterable[str] = ()) -
     return _PATHS.sub(PATH, text)
 
 
+def redact_json(value: Any, secrets: Iterable[str] = (), places: Iterable[str] = ()) -> Any:
+    """What `json.loads` gave with every string, keys too, redacted on its own; a path may have spaces in it."""
+    if isinstance(value, str):
+        return redact(f'"{value}"', secrets, places)[1:-1]
+    if isinstance(value, list):
+        return [redact_json(v, secrets, places) for v in value]
+    if isinstance(value, dict):
+        return {redact_json(k, secrets, places): redact_json(v, secrets, places) for k, v in value.items()}
+    return value
+
+
 def redact_secrets(text: str, secrets: Iterable[str] = ()) -> str:
     """`text` without secrets; local paths stay. Arguments as for [`redact`]."""
     for secret in sorted(known_secrets() | {s for s in secrets if s}, key=len, reverse=True):
         text = text.replace(secret, SECRET)
-    return _SECRETS.sub(SECRET, text)
+    text = _SECRETS.sub(SECRET, text)
+    return _NAMED_SECRET.sub(rf"\g<name>\g<between>{SECRET}", text)
 
 
 def check_no_secret(name: str, text: str, secrets: Iterable[str] = ()) -> None:

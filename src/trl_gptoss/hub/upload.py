@@ -13,7 +13,7 @@ from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 
-from .scrub import check_no_secret, redact, redact_secrets
+from .scrub import check_no_secret, redact, redact_json, redact_secrets
 
 CARD = "README.md"
 MXFP4_FOLDER = "mxfp4"
@@ -145,22 +145,31 @@ def _clean(name: str, path: Path, secrets: list[str]) -> bytes:
     if path.name.startswith("chat_template"):  # its text is part of every prompt: as it is, or not at all
         return text.encode()
     if path.suffix == ".json":
-        text = _without_local_sources(text)
+        return _clean_json(name, text, secrets).encode()
     return redact(text).encode()
 
 
-def _without_local_sources(text: str) -> str:
-    """A configuration in which `name_or_path` and the like are null where they name a folder of this machine."""
+def _clean_json(name: str, text: str, secrets: list[str]) -> str:
+    """The text, if nothing in it has to go. Looked at once more without JSON's escapes: `\\/` is a slash."""
     try:
         content = json.loads(text)
     except json.JSONDecodeError:
-        return text
+        return redact(text)
+    check_no_secret(f"{name}, decoded", json.dumps(content, indent=2, ensure_ascii=False), secrets)
+    cleaned = redact_json(_without_local_sources(content))
+    return text if cleaned == content else json.dumps(cleaned, indent=2, ensure_ascii=False) + "\n"
+
+
+def _without_local_sources(content: Any) -> Any:
+    """A configuration in which `name_or_path` and the like are null where they name a folder of this machine."""
+    if isinstance(content, list):
+        return [_without_local_sources(value) for value in content]
     if not isinstance(content, dict):
-        return text
-    local = [key for key in _SOURCES if isinstance(content.get(key), str) and is_local(content[key])]
-    if not local:
-        return text
-    return json.dumps(content | dict.fromkeys(local), indent=2, ensure_ascii=False) + "\n"
+        return content
+    return {
+        key: None if key in _SOURCES and isinstance(value, str) and is_local(value) else _without_local_sources(value)
+        for key, value in content.items()
+    }
 
 
 def is_local(model_id: str) -> bool:
@@ -169,5 +178,5 @@ def is_local(model_id: str) -> bool:
 
 
 def clean_name(text: str) -> str:
-    """A name for a title: the last part of a path, without secrets."""
-    return redact_secrets(PurePosixPath(text.rstrip("/")).name or text)
+    """A name for a title: the last part of a path, on one line, without secrets."""
+    return " ".join(redact_secrets(PurePosixPath(text.rstrip("/")).name or text).split())

@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 # Settings that say where a run was and not how it learned.
 _NOT_RECIPE = re.compile(
     r"output_dir|run_name|project|trackio.*|hub_.*|push_to_hub|.*token|.*_path|report_to|logging_.*|log_.*|save_(?!format).*"
-    r"|disable_tqdm|debug|accelerator_config|parallelism_config|dataloader_.*|use_cpu|ddp_.*|resume_from_checkpoint"
+    r"|disable_tqdm|debug|accelerator_config|parallelism_config|dataloader_.*|use_cpu|ddp_.*|resume_from_checkpoint|vllm_server_.*|.*_(?:host|port|url)"
 )
 _TRL_CITATION = """@software{vonwerra2020trl,
   title   = {{TRL: Transformers Reinforcement Learning}},
