@@ -127,6 +127,29 @@ def test_activations_are_linear_in_tokens_and_states_do_not_depend_on_them():
     assert large.parts["weights"] == small.parts["weights"]
 
 
+def test_a_critic_adds_what_it_trains():
+    plain = predict_memory(SHAPE, TrainSetup(tokens=32768))
+    with_critic = {
+        c: predict_memory(SHAPE, TrainSetup(tokens=32768, critic=c)) for c in ("separate", "shared", "lora")
+    }
+    adapters = lora_parameters(SHAPE, 16, experts=False)
+    backbone = SHAPE.parameters - SHAPE.embedding_parameters
+    # weights, gradients, two Adam states: of float32 adapters, and of a backbone in bfloat16 that is trained in full
+    assert with_critic["lora"].parts["critic"] == 4 * 4 * adapters
+    assert with_critic["separate"].parts["critic"] == 4 * 2 * backbone
+    assert "critic" not in with_critic["shared"].parts and "critic" not in plain.parts
+    # the passes come one after the other: the LoRA critic's is that of the policy without a language head
+    assert with_critic["lora"].activations == plain.activations
+    assert plain.activations < with_critic["separate"].activations < 2 * plain.activations
+    assert with_critic["separate"].worst.startswith("critic: ") and with_critic["shared"].total >= plain.total
+    sharded = TrainSetup(
+        tokens=32768, method="full", critic="separate", num_gpus=8, sharding="fsdp2", master_weights=True
+    )
+    assert predict_memory(SHAPE, sharded).parts["critic"] == 4 * 4 * backbone / 8
+    with pytest.raises(ValueError, match="needs method 'lora'"):
+        TrainSetup(tokens=1, method="full", critic="lora")
+
+
 def test_choose_stops_at_the_first_lever_that_fits():
     setup = TrainSetup(tokens=131072)
     plain = predict_memory(SHAPE, setup).total

@@ -12,6 +12,7 @@ Memory is the peak above the weights, the gradients of the weights and the outpu
 import argparse
 import gc
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,7 @@ import trl_gptoss  # noqa: F401  registers gptoss_fused
 
 GIB = 2**30
 IMPLEMENTATIONS = ("gptoss_fused", "grouped_mm", "eager")
+WORK = {"eval": 1, "frozen": 2, "trained": 3}  # forward, with the input gradient, with weight gradients
 
 
 def build(implementation: str, experts: int, dtype: torch.dtype = torch.bfloat16) -> GptOssMLP:
@@ -51,37 +53,48 @@ def peak(step: Callable[[], torch.Tensor], kept: Callable[[], int]) -> float:
     return (torch.cuda.max_memory_allocated() - before - kept() - out.nbytes) / GIB
 
 
-def measure_layer(rows: Rows, implementations: list[str], experts: list[int], tokens: list[int]) -> None:
+def measure_layer(
+    rows: Rows, implementations: list[str], experts: list[int], tokens: list[int], modes: list[str], rounds: int
+) -> None:
+    """The implementations take turns, so that a hot GPU slows all of them alike; milliseconds are the median round."""
     for count in experts:
-        for implementation in implementations:
-            mlp = build(implementation, count)
-            for T in tokens:
-                x = torch.randn(1, T, 2880, device="cuda", dtype=torch.bfloat16)
-                grad = torch.randn_like(x)
-                for mode, work in (("eval", 1), ("frozen", 2), ("trained", 3)):
+        layers = {implementation: build(implementation, count) for implementation in implementations}
+        for T in tokens:
+            x = torch.randn(1, T, 2880, device="cuda", dtype=torch.bfloat16)
+            grad = torch.randn_like(x)
+            for mode in modes:
+                inputs = x.clone().requires_grad_(mode != "eval")
+
+                def step(mlp: GptOssMLP, inputs=inputs, grad=grad, mode=mode) -> torch.Tensor:
+                    mlp.zero_grad(set_to_none=True)
+                    inputs.grad = None
+                    with torch.set_grad_enabled(mode != "eval"):
+                        out = mlp(inputs)[0]
+                    if mode != "eval":
+                        out.backward(grad)
+                    return out
+
+                def kept(mlp: GptOssMLP) -> int:
+                    return sum(p.grad.nbytes for p in mlp.parameters() if p.grad is not None)
+
+                used, taken = {}, {implementation: [] for implementation in layers}
+                for implementation, mlp in layers.items():
                     mlp.requires_grad_(mode == "trained").zero_grad(set_to_none=True)  # or `peak` would count them
-                    inputs = x.clone().requires_grad_(mode != "eval")
-
-                    def step(mlp=mlp, inputs=inputs, grad=grad, mode=mode) -> torch.Tensor:
+                    inputs.grad = None
+                    used[implementation] = peak(lambda mlp=mlp: step(mlp), lambda mlp=mlp: kept(mlp))
+                    mlp.zero_grad(set_to_none=True)
+                for _ in range(rounds):
+                    for implementation, mlp in layers.items():
+                        taken[implementation].append(do_bench(lambda mlp=mlp: step(mlp), return_mode="median"))
                         mlp.zero_grad(set_to_none=True)
-                        inputs.grad = None
-                        with torch.set_grad_enabled(mode != "eval"):
-                            out = mlp(inputs)[0]
-                        if mode != "eval":
-                            out.backward(grad)
-                        return out
-
-                    def kept(mlp=mlp) -> int:
-                        return sum(p.grad.nbytes for p in mlp.parameters() if p.grad is not None)
-
-                    used = peak(step, kept)
-                    ms = do_bench(step, return_mode="median")
-                    tflops = work * T * 4 * 6 * 2880**2 / ms / 1e9
+                for implementation in layers:
+                    ms = statistics.median(taken[implementation])
+                    tflops = WORK[mode] * T * 4 * 6 * 2880**2 / ms / 1e9
                     rows.add(
                         case="layer", implementation=implementation, experts=count, tokens=T, mode=mode,
-                        ms=round(ms, 3), tflops=round(tflops), peak_gib=round(used, 3),
+                        ms=round(ms, 3), tflops=round(tflops), peak_gib=round(used[implementation], 3),
                     )  # fmt: skip
-            del mlp
+        del layers
 
 
 def measure_decode(rows: Rows, implementations: list[str], experts: list[int]) -> None:
@@ -169,11 +182,13 @@ def main() -> None:
     parser.add_argument("--implementations", nargs="*", default=list(IMPLEMENTATIONS))
     parser.add_argument("--experts", type=int, nargs="*", default=[32, 128])
     parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 8192, 32768])
+    parser.add_argument("--modes", nargs="*", choices=WORK, default=list(WORK), help="of `layer`")
+    parser.add_argument("--rounds", type=int, default=3, help="of `layer`")
     parser.add_argument("--out", type=Path, default=Path("experts.csv"))
     args = parser.parse_args()
     rows = Rows(args.out)
     if args.case in ("layer", "all"):
-        measure_layer(rows, args.implementations, args.experts, args.tokens)
+        measure_layer(rows, args.implementations, args.experts, args.tokens, args.modes, args.rounds)
     if args.case in ("decode", "all"):
         measure_decode(rows, args.implementations, args.experts)
     if args.case in ("article", "all"):

@@ -15,7 +15,7 @@ Legend: T tokens of a micro-batch on one GPU, H hidden size, A = heads * head_di
 token, I intermediate size of an expert, V vocabulary. All sizes in bytes, activations in bfloat16.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 GIB = 2**30
@@ -140,8 +140,11 @@ class TrainSetup:
             are always fp32).
         optimizer_bytes (`int`, *optional*): Bytes of optimizer state per trained parameter; 2 states of the trained dtype
             if not given (AdamW), 2 for 8-bit AdamW.
+        critic (`"none"`, `"separate"`, `"shared"` or `"lora"`, *optional*, defaults to `"none"`): PPO's critic. The separate
+            one is a backbone that is trained in full, whatever `method` is; it steps after the policy, so that only the
+            larger of the two passes counts.
         extra_models (`int`, *optional*, defaults to 0): Further copies of the weights: a reference model (not needed
-            with LoRA), a separate critic's backbone.
+            with LoRA).
         engine_gib (`float`, *optional*, defaults to 0.0): Memory given to a rollout engine on the same GPU, in GiB.
     """
 
@@ -159,12 +162,16 @@ class TrainSetup:
     fused_head: bool = True
     master_weights: bool = False
     optimizer_bytes: int | None = None
+    critic: Literal["none", "separate", "shared", "lora"] = "none"
     extra_models: int = 0
     engine_gib: float = 0.0
 
     def __post_init__(self) -> None:
         _one_of("method", self.method, ("lora", "full"))
         _one_of("sharding", self.sharding, ("none", "fsdp2", "zero3"))
+        _one_of("critic", self.critic, ("none", "separate", "shared", "lora"))
+        if self.critic == "lora" and self.method == "full":
+            raise ValueError("critic 'lora' is a second adapter beside the policy's; it needs method 'lora'.")
         _one_of("experts_implementation", self.experts_implementation, ("gptoss_fused", "grouped_mm"))
         for name in ("tokens", "num_gpus", "sequence_parallel_size", "lora_rank"):
             if getattr(self, name) < 1:
@@ -224,31 +231,39 @@ def predict_memory(shape: ModelShape, setup: TrainSetup) -> MemoryPrediction:
         `MemoryPrediction`: Parts and worst moment.
     """
     parts = _states(shape, setup)
-    tokens = setup.local_tokens
-    hidden = _HALF * shape.hidden_size * tokens
-    modules = _modules(shape, setup)
-    layer = sum(saved for _, saved, _ in modules)
-    candidates = {"head": _head(shape, setup)}
-    alive = layer
-    for name, saved, working in reversed(modules):
-        candidates[name] = alive + working
-        alive -= saved
-    worst = max(candidates, key=candidates.__getitem__)
-    if setup.activation_checkpointing:
-        parts["checkpoints"] = shape.num_layers * hidden
-        parts["layer at work"] = candidates[worst]
-    elif worst == "head":
-        parts["saved layers"] = shape.num_layers * layer
-        parts["layer at work"] = candidates[worst]
-    else:
-        parts["saved layers"] = (shape.num_layers - 1) * layer
-        parts["layer at work"] = max(candidates[worst], layer + candidates["head"])
+    passes = {"": _pass(shape, setup, _head(shape, setup))}
+    if setup.critic in ("separate", "lora"):
+        of_critic = replace(setup, method="full") if setup.critic == "separate" else setup
+        passes["critic: "] = _pass(shape, of_critic, _value_head(shape, of_critic))
+    name = max(passes, key=lambda name: sum(passes[name].parts.values()))
+    parts |= passes[name].parts
+    worst = name + passes[name].worst
     if setup.sharding != "none":
         unsharded = 2 * shape.layer_parameters * _HALF  # the layer at work and the one fetched ahead
         if setup.method == "full":
             unsharded += shape.layer_parameters * (_FLOAT if setup.master_weights else _HALF)
         parts["gathered layers"] = max(unsharded, shape.embedding_parameters * _HALF)
     return MemoryPrediction(parts={name: round(size) for name, size in parts.items() if size}, worst=worst)
+
+
+def _pass(shape: ModelShape, setup: TrainSetup, head: float) -> MemoryPrediction:
+    """Activations of one forward and backward; `head` are the bytes that the head of the model is at work with."""
+    hidden = _HALF * shape.hidden_size * setup.local_tokens
+    modules = _modules(shape, setup)
+    layer = sum(saved for _, saved, _ in modules)
+    candidates = {"head": head}
+    alive = layer
+    for name, saved, working in reversed(modules):
+        candidates[name] = alive + working
+        alive -= saved
+    worst = max(candidates, key=candidates.__getitem__)
+    if setup.activation_checkpointing:
+        parts = {"checkpoints": shape.num_layers * hidden, "layer at work": candidates[worst]}
+    elif worst == "head":
+        parts = {"saved layers": shape.num_layers * layer, "layer at work": candidates[worst]}
+    else:
+        parts = {"saved layers": (shape.num_layers - 1) * layer, "layer at work": max(candidates[worst], layer + head)}
+    return MemoryPrediction(parts=parts, worst=worst)
 
 
 def _states(shape: ModelShape, setup: TrainSetup) -> dict[str, float]:
@@ -263,9 +278,22 @@ def _states(shape: ModelShape, setup: TrainSetup) -> dict[str, float]:
     optimizer = 2 * width if setup.optimizer_bytes is None else setup.optimizer_bytes
     parts["gradients"] = trained * width / setup.shards
     parts["optimizer"] = trained * optimizer / setup.shards
+    parts["critic"] = _critic_states(shape, setup) / setup.shards
     parts["further models"] = setup.extra_models * weights / setup.shards
     parts["engine"] = setup.engine_gib * GIB
     return parts
+
+
+def _critic_states(shape: ModelShape, setup: TrainSetup) -> int:
+    """Weights, gradients and optimizer of the critic beside its value head, whose few thousand parameters do not count."""
+    if setup.critic not in ("separate", "lora"):
+        return 0
+    if setup.critic == "separate":  # a model without language head
+        trained = shape.parameters - (0 if shape.tied else shape.embedding_parameters)
+        width = _FLOAT if setup.master_weights else _HALF
+    else:
+        trained, width = lora_parameters(shape, setup.lora_rank, setup.lora_experts), _FLOAT
+    return trained * (2 * width + (2 * width if setup.optimizer_bytes is None else setup.optimizer_bytes))
 
 
 def lora_parameters(shape: ModelShape, rank: int, experts: bool) -> int:
@@ -329,13 +357,27 @@ def _head(shape: ModelShape, setup: TrainSetup) -> float:
     """Backward of the head: final norm's input, hidden states, their fp32 gradient, tiles of logits."""
     T, H, V = setup.local_tokens, shape.hidden_size, shape.vocab_size
     full = setup.method == "full"
-    norm = _HALF * H if setup.fused_elementwise else _FLOAT * H * (2 if full else 1)
+    norm = _final_norm(shape, setup)
+    if setup.critic == "shared":  # the value head's float32 copy of the hidden states and its gradient
+        norm += 2 * _FLOAT * H
     weight_gradient = shape.embedding_parameters * (_FLOAT + _HALF) if full else 0
     if not setup.fused_head:
         logits = (3 * _FLOAT + _HALF) * V  # fp32 copy, its log-softmax and gradient, and the product itself
         return (norm + logits) * T + (shape.embedding_parameters * _HALF if full else 0)
     tile = _HALF * min(T, _HEAD_TOKENS) * min(V, _HEAD_COLUMNS)
     return (norm + _HALF * 3 * H + _FLOAT * H) * T + tile + weight_gradient
+
+
+def _value_head(shape: ModelShape, setup: TrainSetup) -> float:
+    """Backward of a critic's own forward: final norm's input, hidden states, their float32 copy and its gradient."""
+    return (_final_norm(shape, setup) + (_HALF + 2 * _FLOAT) * shape.hidden_size) * setup.local_tokens
+
+
+def _final_norm(shape: ModelShape, setup: TrainSetup) -> float:
+    """Bytes a token that the final norm saves."""
+    if setup.fused_elementwise:
+        return _HALF * shape.hidden_size
+    return _FLOAT * shape.hidden_size * (2 if setup.method == "full" else 1)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

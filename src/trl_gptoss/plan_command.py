@@ -46,8 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine-memory", type=float, default=0.0, metavar="GIB", help="GiB for a rollout engine on the same GPU"
     )
     parser.add_argument(
-        "--extra-models", type=int, default=0, help="further copies of the weights (reference, critic)"
+        "--critic",
+        choices=["none", "separate", "shared", "lora"],
+        default="none",
+        help="PPO: the critic beside the policy (default: none, for GRPO)",
     )
+    parser.add_argument("--extra-models", type=int, default=0, help="further copies of the weights (reference)")
     parser.add_argument(
         "--no-levers", action="store_true", help="predict transformers' own settings and change nothing"
     )
@@ -90,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     setup = TrainSetup(
         tokens=args.tokens, method=args.method, lora_rank=args.lora_rank, lora_experts=args.lora_experts,
         num_gpus=args.gpus, sequence_parallel_size=args.sequence_parallel_size, sharding=sharding,
-        extra_models=args.extra_models, engine_gib=args.engine_memory, fused_head=False, activation_checkpointing=False,
+        critic=args.critic, extra_models=args.extra_models, engine_gib=args.engine_memory, fused_head=False, activation_checkpointing=False,
     )  # fmt: skip
     room = args.gpu_memory * GIB * (1 - RESERVE)
     before = predict_memory(shape, setup)

@@ -11,7 +11,18 @@ import types
 import pytest
 import torch
 
-from trl_gptoss.attention import active_backend, backends, build, fa2, fa4, hopper, loading, reference, selftest
+from trl_gptoss.attention import (
+    active_backend,
+    backends,
+    build,
+    fa2,
+    fa4,
+    hopper,
+    loading,
+    reference,
+    selftest,
+    sink_attention,
+)
 
 CUDA = torch.device("cuda", 0)
 
@@ -299,6 +310,34 @@ def test_hopper_copies_what_bulk_copies_cannot_read():
     for x in (odd, narrow, good.transpose(1, 2)):
         copy = hopper._loadable(x)[0]
         assert copy.is_contiguous() and copy.data_ptr() % 16 == 0 and torch.equal(copy, x)
+
+
+def test_hopper_gets_the_sinks_of_the_model(monkeypatch, gpu):
+    """No cast around the operators in eager mode, in either direction."""
+    seen = []
+
+    def fwd(q, k, v, sinks, *settings):
+        seen.append((sinks.dtype, sinks.is_contiguous()))
+        return reference.forward(q, k, v, sinks.float(), *settings)
+
+    def bwd(dout, q, k, v, out, lse, sinks, *settings):
+        seen.append((sinks.dtype, sinks.is_contiguous()))
+        *grads, dsinks = reference.backward(dout, q, k, v, out, lse, sinks.float(), *settings)
+        return *grads, dsinks.to(sinks.dtype)
+
+    monkeypatch.setattr(hopper, "unusable", lambda *where: None)
+    ops = types.SimpleNamespace(fwd=fwd, bwd=bwd)
+    monkeypatch.setattr(loading, "kernels", lambda: loading.Kernels(ops, "test", None))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(9, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    sinks = torch.randn(4, 2, dtype=torch.bfloat16)[:, 0].requires_grad_()
+    out = sink_attention(q, k, v, sinks, cu_seqlens_q=torch.tensor([0, 9], dtype=torch.int32))
+    out.float().square().sum().backward()
+    assert seen == [(torch.bfloat16, True)] * 2 and sinks.grad.dtype == torch.bfloat16
+    wide = sinks.detach().float().requires_grad_()
+    same = sink_attention(q, k, v, wide, cu_seqlens_q=torch.tensor([0, 9], dtype=torch.int32))
+    same.float().square().sum().backward()
+    assert torch.equal(same, out) and torch.equal(wide.grad.bfloat16(), sinks.grad) and wide.grad.abs().sum() > 0
 
 
 def test_missing_and_broken_libraries_are_one_line(tmp_path, caplog, monkeypatch):

@@ -29,7 +29,9 @@ def test_build_file_lists_every_source(settings):
         str(path.relative_to(PROJECT)) for path in (PROJECT / "csrc").iterdir() if path.suffix in (".cu", ".cuh", ".h")
     }
     assert set(settings["kernel"]["sink_fa3"]["src"]) == kernels
-    bindings = {str(path.relative_to(PROJECT)) for path in (PROJECT / "torch-ext").glob("*.cpp")}
+    bindings = {
+        str(path.relative_to(PROJECT)) for path in (PROJECT / "torch-ext").iterdir() if path.suffix in (".cpp", ".h")
+    }
     assert set(settings["torch"]["src"]) == bindings
     units = {str(path.relative_to(PROJECT)) for path in build.translation_units(PROJECT)}
     assert units == {name for name in kernels | bindings if name.endswith((".cu", ".cpp"))}

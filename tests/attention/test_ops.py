@@ -207,11 +207,22 @@ def test_strides_are_free(place, compare):
     assert torch.equal(sink_attention(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, s, cu_seqlens_q=cu), want)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_sink_gradients_keep_the_sinks_dtype(dtype):
-    q, k, v, s, dout = inputs((20,), (20,), dtype=torch.bfloat16)
-    *_, ds = run(lambda *x: sink_attention(*x, cu_seqlens_q=torch.tensor([0, 20])), (q, k, v, s.to(dtype)), dout)
-    assert ds.dtype == dtype and ds.abs().sum() > 0
+@pytest.mark.parametrize("window", [None, 128])
+def test_sinks_in_the_dtype_of_q(place, window):
+    """Same numbers as with float32 sinks, and a gradient rounded to the sinks' dtype."""
+    device, dtypes = place
+    dtype = dtypes[-1]
+    q, k, v, s, dout = inputs((150, 20), (150, 20), dtype=dtype, device=device, heads=16)
+    cu = torch.tensor([0, 150, 170], dtype=torch.int32, device=device)
+    lengths = dict(cu_seqlens_q=cu, max_seqlen_q=150, max_seqlen_k=150, window=window, deterministic=True)
+    runs = [
+        run(lambda *x: sink_attention(*x, **lengths), (q, k, v, sinks), dout)
+        for sinks in (s.to(dtype), s.to(dtype).float(), torch.stack((s, s), 1).to(dtype)[:, 0])
+    ]
+    assert [x[-1].dtype for x in runs] == [dtype, torch.float32, dtype] and runs[0][-1].abs().sum() > 0
+    for other in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0][:4], other[:4]))
+        assert torch.equal(runs[0][-1], other[-1].to(dtype))
 
 
 def test_deterministic_gradients_repeat(place):

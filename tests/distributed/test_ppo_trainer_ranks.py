@@ -1,9 +1,10 @@
-"""PPO by two processes is PPO by one, for every critic: with DDP, and with sequences shared between the two."""
+"""PPO by two processes is PPO by one, for every critic: with DDP, with sequences shared between the two, with FSDP2 and ZeRO-3."""
 
 import os
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,41 +14,76 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("ppo_trainer_ranks.py")
 CRITICS = ("separate", "shared", "lora")
 SHARING = ("separate-sp", "lora-sp")  # a shared critic refuses sequence parallelism
+SHARDED = ("separate-fsdp2", "shared-fsdp2")  # the LoRA critic refuses FSDP and DeepSpeed
+ZERO3 = ("separate-zero3", "shared-zero3")
+CONFIG = Path(__file__).parents[2] / "configs/accelerate/zero3.yaml"
+
+
+def launch(launcher: list[str], folder: Path, what: tuple[str, ...]) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), str(folder), *what],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("one")
+    launch([], folder, (*CRITICS, "separate-epochs"))
+    return folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ppo_ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    two = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    for launcher, what in (([], CRITICS), (two, (*CRITICS, *SHARING, "shared_broken"))):
-        done = subprocess.run(
-            [sys.executable, *launcher, str(SCRIPT), str(folder), *what],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=1500,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+    two = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    # fsdp2 last: from there on Accelerate wraps nothing
+    launch(two, folder, (*CRITICS, "separate-epochs", *SHARING, "shared_broken", *SHARDED))
     return folder
 
 
+def compare(one: Path, folder: Path, what: str, ranks: int = 2, atol: float = 2e-6) -> float:
+    """The largest difference of a weight."""
+    critic, _, how = what.partition("-")
+    expected = torch.load(one / f"{what if how == 'epochs' else critic}_1_0.pt")
+    seen = [torch.load(folder / f"{what}_2_{rank}.pt") for rank in range(ranks)]
+    assert seen[0]["weights"].keys() == expected["weights"].keys()
+    largest = 0.0
+    for name, value in expected["weights"].items():
+        found = seen[0]["weights"][name].float()
+        torch.testing.assert_close(found, value, atol=atol, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        assert all(torch.equal(seen[0]["weights"][name], other["weights"][name]) for other in seen[1:]), name
+        largest = max(largest, (found - value).abs().max().item())
+    for name, values in expected["curves"].items():
+        assert seen[0]["curves"][name] == pytest.approx(values, rel=1e-4, abs=1e-6), name
+    return largest
+
+
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("what", [*CRITICS, *SHARING])
-def test_two_processes_are_one(folder, what):
-    one = torch.load(folder / f"{what.partition('-')[0]}_1_0.pt")
-    first, second = (torch.load(folder / f"{what}_2_{rank}.pt") for rank in (0, 1))
-    assert first["weights"].keys() == one["weights"].keys()
-    for name, value in one["weights"].items():
-        torch.testing.assert_close(
-            first["weights"][name], value, atol=2e-6, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-        )
-        assert torch.equal(first["weights"][name], second["weights"][name]), name
-    for name, values in one["curves"].items():
-        assert first["curves"][name] == pytest.approx(values, rel=1e-4, abs=1e-6), name
+@pytest.mark.parametrize("what", [*CRITICS, "separate-epochs", *SHARING, *SHARDED])
+def test_two_processes_are_one(one, folder, what):
+    print(what, compare(one, folder, what))
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra `deepspeed`")
+@pytest.mark.parametrize("what", ZERO3)
+def test_two_processes_with_zero3_are_one(one, tmp_path, what):
+    """DeepSpeed compiles an operator at its first start, for minutes; set TORCH_EXTENSIONS_DIR to keep it."""
+    accelerate = ["-m", "accelerate.commands.launch", "--config_file", str(CONFIG), "--num_processes=2"]
+    launch([*accelerate, f"--main_process_port={free_port()}"], tmp_path, (what,))
+    print(what, compare(one, tmp_path, what, ranks=1))
 
 
 def test_own_gradients_of_the_head_would_part_the_processes(folder):

@@ -65,7 +65,7 @@ def test_registered() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 33])
-@pytest.mark.parametrize("chunk", [None, 8])
+@pytest.mark.parametrize("chunk", [None, 8, 64])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_equals_eager(tokens: int, chunk: int | None, dtype: torch.dtype, tolerance: float) -> None:
     # scale 1 drives many gates past the clamp at 7, so both sides of it are compared
@@ -95,7 +95,7 @@ def params(experts: int = 3, hidden: int = 4, intermediate: int = 3, rank: int =
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("chunk", [0, 2])
+@pytest.mark.parametrize("chunk", [0, 2, 5])
 def test_gradcheck(rank: int, chunk: int) -> None:
     # indices: a duplicate, an expert without tokens and a foreign expert
     index = torch.tensor([[0, 0], [2, 3], [0, 2], [2, 0], [0, 2]])

@@ -1,7 +1,10 @@
-"""`gptoss_fused` under FSDP2 and with DTensor parameters: two gloo processes against one."""
+"""`gptoss_fused` under FSDP2 and ZeRO-3 and with DTensor parameters: two gloo processes against one."""
 
+import importlib.util
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import GptOssConfig, GptOssForCausalLM
 
 import trl_gptoss  # noqa: F401  registers the implementation
+from trl_gptoss.experts import torch_path
 
 WORLD = 2
 
@@ -38,13 +42,25 @@ def batch() -> torch.Tensor:
     return torch.randint(0, 32, (WORLD, 9), generator=torch.Generator().manual_seed(1))
 
 
-def fsdp(rank: int) -> None:
+@contextmanager
+def one_second_product_per_layer() -> Iterator[None]:
+    calls, original = [], torch_path.from_hidden
+    torch_path.from_hidden = lambda *arguments: calls.append(1) or original(*arguments)
+    yield
+    torch_path.from_hidden = original
+    assert len(calls) == 2
+
+
+def fsdp(rank: int, checkpointing: bool) -> None:
     model = tiny_model("gptoss_fused")
+    if checkpointing:
+        model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
     ids = batch()[rank : rank + 1]
-    model(ids, labels=ids).loss.backward()
+    with one_second_product_per_layer():
+        model(ids, labels=ids).loss.backward()
     alone = tiny_model("eager")
     alone(batch(), labels=batch()).loss.backward()
     for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
@@ -68,10 +84,36 @@ def sharded_parameters(rank: int) -> None:
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
+def zero3(rank: int, store: str) -> None:
+    import deepspeed
+
+    torch.set_num_threads(1)
+    os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(WORLD)}
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    deepspeed.init_distributed("gloo")
+    alone, model = tiny_model("eager").float(), tiny_model("gptoss_fused").float().train()
+    alone(batch(), labels=batch()).loss.backward()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    ids = batch()[rank : rank + 1]
+    with one_second_product_per_layer():
+        engine.backward(engine(ids, labels=ids).loss)
+    for (name, ours), theirs in zip(engine.module.named_parameters(), alone.parameters(), strict=True):
+        found = deepspeed.utils.safe_get_full_grad(ours)
+        torch.testing.assert_close(found, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
+    dist.destroy_process_group()
+
+
 def worker(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    fsdp(rank)
+    for checkpointing in (False, True):
+        fsdp(rank, checkpointing)
     sharded_parameters(rank)
     dist.destroy_process_group()
 
@@ -81,3 +123,12 @@ def worker(rank: int, store: str) -> None:
 def test_two_processes() -> None:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, (os.path.join(folder, "store"),), nprocs=WORLD)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the extra `deepspeed`")
+def test_zero3_with_checkpointing() -> None:
+    """DeepSpeed compiles an operator at its first start, for minutes; set TORCH_EXTENSIONS_DIR to keep it."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(zero3, (os.path.join(folder, "store"),), nprocs=WORLD)

@@ -129,6 +129,34 @@ def test_tiles_over_tokens_sum_the_parameter_gradients(monkeypatch: pytest.Monke
 
 
 @runnable
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_checkpointing_computes_the_second_product_once(monkeypatch: pytest.MonkeyPatch, early_stop: bool) -> None:
+    from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+    from trl_gptoss.experts import cuda_path, function
+    from trl_gptoss.experts.params import Activation, ExpertParams
+
+    calls = []
+    original = cuda_path.from_hidden
+    monkeypatch.setattr(function, "_path", lambda x: cuda_path)
+    monkeypatch.setattr(cuda_path, "from_hidden", lambda *arguments: calls.append(1) or original(*arguments))
+    x, index, weight, params, grad = case(21, 2, 4, 40, 36, 16)
+    tensors = [t.requires_grad_() for t in (x, weight, *params)]
+
+    def run(x, weight, *rest):
+        return function.fused_experts(x, index, weight, ExpertParams(*rest), Activation(*ACTIVATION))
+
+    out = run(*tensors)
+    expected = [out, *torch.autograd.grad(out, tensors, grad)]
+    with set_checkpoint_early_stop(early_stop):
+        out = checkpoint(run, *tensors, use_reentrant=False)
+    found = [out, *torch.autograd.grad(out, tensors, grad)]
+    assert len(calls) == (2 if early_stop else 3)  # one without a checkpoint
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@runnable
 @pytest.mark.parametrize("store", [False, True])
 def test_tensor_descriptors(monkeypatch: pytest.MonkeyPatch, store: bool) -> None:
     from trl_gptoss.experts import cuda_path, tiles

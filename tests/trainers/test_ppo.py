@@ -1,5 +1,6 @@
 """The PPO trainer: its gradient, its ratio, its mini-batches, its critics, and what they leave alone."""
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -91,7 +92,7 @@ def test_micro_batches_of_any_size_are_one_mini_batch(tmp_path, monkeypatch):
             tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, callbacks=[keep := KeepGradients()],
             max_grad_norm=0.0, **settings,
         )  # fmt: skip
-        monkeypatch.setattr(control, "_count", lambda name, own=control._count: _OwnCounts(own(name)))
+        monkeypatch.setattr(control, "_count", lambda slices, name, own=control._count: _OwnCounts(own(slices, name)))
         control.train()
         difference = max((keep.seen[0][n] - whole[n]).abs().max().item() for n in whole)
         # Completions are as many in each micro-batch, tokens are not.
@@ -122,6 +123,83 @@ def test_the_entropy_bonus_and_the_kl_in_the_loss_change_the_gradient_as_written
     (-0.5 * entropy[rows["policy_mask"]].mean()).backward()
     for name, parameter in policy.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, atol=1e-6, rtol=1e-3)
+
+
+# ---- passes of the critic ----
+
+
+def test_critic_epochs_and_mini_batches_are_the_updates_they_say(tmp_path):
+    """Three passes in two groups of two micro-batches, against gradient descent that is written out, row by row."""
+    start = tiny_model()
+    settings = {
+        "script": random_bytes, "max_rollout_tokens": 8, "per_device_train_batch_size": 2, "max_steps": 1,
+        "gradient_accumulation_steps": 4, "optim": "sgd", "critic_learning_rate": 0.02, "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    trainer = build(tmp_path, model=start, critic_epochs=3, critic_mini_batches=2, **settings)
+    expected = copy.deepcopy(trainer.critic.model)
+    trainer.train()
+
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.02)
+    slices = trainer._buffered_inputs
+    updates = 0
+    for _ in range(3):
+        for group in (slices[:2], slices[2:]):
+            loss, tokens = 0.0, sum(int(s["policy_mask"].sum()) for s in group)
+            for s in group:
+                for row in range(2):
+                    ids = torch.cat([x[row][m[row].bool()] for x, m in rows_of(s)])
+                    length = int(s["completion_mask"][row].sum())
+                    values = expected(ids[None], torch.ones_like(ids)[None], length)[0, :-1]
+                    loss = loss + 0.5 * (values - s["returns"][row, :length]).square().sum()
+            optimizer.zero_grad()
+            (loss / tokens).backward()
+            optimizer.step()
+            updates += 1
+    assert updates == 6
+    start_of = dict(expected.named_parameters())
+    for name, value in trainer.critic.model.named_parameters():
+        torch.testing.assert_close(value, start_of[name], atol=2e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    # control: a single pass ends somewhere else
+    once = build(tmp_path, model=tiny_model(), **settings)
+    once.train()
+    assert (once.critic.head.weight - trainer.critic.head.weight).abs().max() > 1e-4
+
+
+def trained(output_dir, **settings):
+    trainer = build(output_dir, **settings)
+    trainer.train()
+    return trainer
+
+
+def rows_of(inputs):
+    return [(inputs[f"{part}_ids"], inputs[f"{part}_mask"]) for part in ("prompt", "completion")]
+
+
+@pytest.mark.parametrize("critic", ["separate", "lora"])
+def test_passes_of_the_critic_leave_the_policy_as_it_would_be(tmp_path, critic):
+    """On the first batch, whose advantages come from the untrained critic; and the ratio stays 1 all the time."""
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if critic == "lora" else None
+    settings = {"critic": critic, "lora": lora, "gradient_accumulation_steps": 2, "script": random_bytes}
+    once, more = (
+        trained(tmp_path, max_steps=1, critic_epochs=n, critic_mini_batches=1 + (n > 1), **settings) for n in (1, 3)
+    )
+    for name, value in policy_weights(once).items():
+        assert torch.equal(value, policy_weights(more)[name]), name
+    critics = [torch.cat([p.flatten() for p in critic_weights(t).values()]) for t in (once, more)]
+    assert (critics[0] - critics[1]).abs().max() > 1e-4
+    assert all(p.grad is None for p in critic_weights(more).values())
+    longer = trained(tmp_path, max_steps=4, critic_epochs=2, critic_warmup_steps=1, on_policy="force", **settings)
+    assert logged(longer, "ratio/std") == [0.0] * 3 and logged(longer, "critic/warmup") == [1, 0, 0, 0]
+
+
+def test_the_schedule_of_the_critic_counts_steps_and_not_updates(tmp_path):
+    rates = []
+    for epochs in (1, 3):
+        trainer = build(tmp_path, max_steps=4, critic_epochs=epochs, critic_learning_rate=0.1)
+        trainer.train()
+        rates.append(logged(trainer, "critic/learning_rate"))
+    assert rates[0] == pytest.approx(rates[1]) and rates[0] == pytest.approx([0.1, 0.075, 0.05, 0.025])
 
 
 # ---- the ratio, mini-batches, epochs ----

@@ -35,11 +35,12 @@ def curves(trainer):
 
 
 def straight_and_resumed(tmp_path, **settings):
-    straight = build(tmp_path / "straight", **SETTINGS, **settings)
+    settings = {**SETTINGS, **settings}
+    straight = build(tmp_path / "straight", **settings)
     straight.train()
     (tmp_path / "resumed").mkdir()
     shutil.copytree(tmp_path / "straight/checkpoint-3", tmp_path / "resumed/checkpoint-3")
-    resumed = build(tmp_path / "resumed", **SETTINGS, **settings)
+    resumed = build(tmp_path / "resumed", **settings)
     torch.manual_seed(12345)
     return straight, resumed
 
@@ -52,6 +53,16 @@ def test_three_steps_and_three_more_are_six(tmp_path, critic):
     for weights in (policy_weights, critic_weights):
         for name, value in weights(straight).items():
             assert torch.equal(value, weights(resumed)[name]), name
+
+
+def test_passes_of_the_critic_are_resumed(tmp_path):
+    passes = {"gradient_accumulation_steps": 2, "critic_epochs": 2, "critic_mini_batches": 2}
+    settings = {**passes, "steps_per_generation": 4, "per_device_train_batch_size": 2}
+    straight, resumed = straight_and_resumed(tmp_path, critic="separate", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert curves(resumed) == curves(straight)
+    for name, value in critic_weights(straight).items():
+        assert torch.equal(value, critic_weights(resumed)[name]), name
 
 
 def test_without_the_critic_the_curves_would_part(tmp_path, monkeypatch):

@@ -14,11 +14,16 @@ class Problem(C.Structure):
     )
 
 
+class Sinks(C.Structure):
+    _fields_ = [("data", C.c_void_p), ("type", C.c_int)]
+
+
 class FwdArgs(C.Structure):
     _fields_ = (
         [(n, C.c_void_p) for n in "qkv"]
         + [(n, C.c_int64) for n in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")]
-        + [(n, C.c_void_p) for n in ("sinks", "out", "lse", "workspace")]
+        + [("sinks", Sinks)]
+        + [(n, C.c_void_p) for n in ("out", "lse", "workspace")]
     )
 
 
@@ -26,13 +31,19 @@ class BwdArgs(C.Structure):
     _fields_ = (
         [(n, C.c_void_p) for n in ("dout", "q", "k", "v", "out")]
         + [(f"{t}_{s}", C.c_int64) for t in ("do", "q", "k", "v", "o") for s in ("token", "head")]
-        + [(n, C.c_void_p) for n in ("lse", "sinks", "dq", "dk", "dv", "dsinks", "workspace")]
+        + [("lse", C.c_void_p), ("sinks", Sinks)]
+        + [(n, C.c_void_p) for n in ("dq", "dk", "dv", "dsinks", "workspace")]
         + [("deterministic", C.c_bool)]
     )
 
 
 def pointer(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
+
+
+def float_sinks(x: torch.Tensor | None) -> Sinks:
+    assert x is None or x.dtype == torch.float32
+    return Sinks(pointer(x), 0)
 
 
 class Raw:
@@ -70,7 +81,7 @@ class Raw:
         p = self._problem(q, k, *tail)
         work = torch.empty(self.lib.sink_fa3_fwd_workspace(C.byref(p)), dtype=torch.uint8, device=q.device)
         strides = [x.stride(i) for x in (q, k, v) for i in (0, 1)]
-        args = FwdArgs(*map(pointer, (q, k, v)), *strides, *map(pointer, (sinks, out, lse, work)))
+        args = FwdArgs(*map(pointer, (q, k, v)), *strides, float_sinks(sinks), *map(pointer, (out, lse, work)))
         self._call(self.lib.sink_fa3_fwd, p, args, variant)
         return out, lse
 
@@ -82,6 +93,7 @@ class Raw:
         aligned = (work.data_ptr() + 1023) // 1024 * 1024
         strides = [x.stride(i) for x in (dout, q, k, v, out) for i in (0, 1)]
         pointers = map(pointer, (dout, q, k, v, out))
-        args = BwdArgs(*pointers, *strides, *map(pointer, (lse, sinks, *grads)), aligned, deterministic)
+        grad_pointers = map(pointer, grads)
+        args = BwdArgs(*pointers, *strides, pointer(lse), float_sinks(sinks), *grad_pointers, aligned, deterministic)
         self._call(self.lib.sink_fa3_bwd, p, args, variant)
         return grads

@@ -68,9 +68,9 @@ char const* bwd_launch_config(Problem const& pr, BwdArgs const& a, cudaStream_t 
     plan_tickets<<<1, kPlanThreads, 0, stream>>>(p.order, p.counter, ends, list);
     if (pr.total_q > 0) {
         bwd_prepare<T><<<tiles, 256, 0, stream>>>(p);
-        if (a.sinks != nullptr) bwd_sinks<<<p.heads, 256, 0, stream>>>(p);
-    } else if (a.sinks != nullptr) {
-        cudaMemsetAsync(a.dsinks, 0, sizeof(float) * p.heads, stream);
+        if (a.sinks.data != nullptr) bwd_sinks<<<p.heads, 256, 0, stream>>>(p);
+    } else if (a.sinks.data != nullptr) {
+        cudaMemsetAsync(a.dsinks, 0, size_t(sink_bytes(a.sinks.type)) * p.heads, stream);
     }
     if (tickets > 0) {
         CUtensorMap map_q, map_do, map_k, map_v, map_rows;
@@ -84,7 +84,8 @@ char const* bwd_launch_config(Problem const& pr, BwdArgs const& a, cudaStream_t 
             return "sink_fa3 bwd: no TMA descriptor for q, k, v or dout (base must be 16-byte aligned, strides multiples of 8 elements)";
         constexpr int kSmem = sizeof(BwdSmem<C>) + 1024;
         auto* const kernel = bwd_kernel<C>;
-        if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem) != cudaSuccess)
+        static std::atomic<uint64_t> allowed;
+        if (allow_shared_memory(allowed, kernel, kSmem) != cudaSuccess)
             return "sink_fa3 bwd: the device does not offer the shared memory of an sm_90 block";
         kernel<<<int(std::min<int64_t>(tickets, multiprocessors())), C::kThreads, kSmem, stream>>>(map_q, map_do, map_k, map_v, map_rows, p);
     }

@@ -23,11 +23,11 @@ struct BwdParams {
     int causal, window;
     float scale, c;       // c = scale * log2(e)
     float const* lse;     // (heads, total_q), natural logarithm
-    float const* sinks;   // null: none
+    Sinks sinks;
     void const *dout, *out;
     int64_t do_token, do_head, o_token, o_head;
     void *dq, *dk, *dv;
-    float* dsinks;
+    void* dsinks;
     // workspace
     float* dq_acc;     // (heads, slots, 4096) in the accumulator order of the dQ warpgroup
     float* rows;       // (heads, slots, 2, 64): lse * log2(e), then rowsum(dO * O)

@@ -79,12 +79,12 @@ __global__ void __launch_bounds__(256) bwd_prepare(__grid_constant__ BwdParams c
                 float* const rows = p.rows + tile * (2 * kBwdRows);
                 rows[row] = lse * kLog2e;
                 rows[kBwdRows + row] = delta;
-                if (p.sinks != nullptr && lse != -neg_inf()) sink_term += exp2_approx((p.sinks[head] - lse) * kLog2e) * delta;
+                if (p.sinks.data != nullptr && lse != -neg_inf()) sink_term += exp2_approx((load_sink(p.sinks, head) - lse) * kLog2e) * delta;
             }
         }
     }
     if (p.turns != nullptr && thread == 0) p.turns[tile] = 0;
-    if (p.sinks == nullptr) return;
+    if (p.sinks.data == nullptr) return;
     __shared__ float sums[8];
 #pragma unroll
     for (int d = 16; d > 0; d >>= 1) sink_term += __shfl_xor_sync(0xffffffff, sink_term, d);
@@ -112,7 +112,7 @@ static __global__ void __launch_bounds__(256) bwd_sinks(__grid_constant__ BwdPar
         float all = 0.f;
 #pragma unroll
         for (int i = 0; i < 8; ++i) all += sums[i];
-        p.dsinks[blockIdx.x] = -all;
+        store_sink_gradient(p.dsinks, p.sinks.type, blockIdx.x, -all);
     }
 }
 

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kCombineThreads) fwd_combine(__grid_constant__
         }
     }
     float factor, lse;
-    finish_row(mc * kLog2e, weights, p.sinks != nullptr ? p.sinks[head] * kLog2e : neg_inf(), factor, lse);
+    finish_row(mc * kLog2e, weights, p.sinks.data != nullptr ? load_sink(p.sinks, head) * kLog2e : neg_inf(), factor, lse);
     if (wanted >= rows) return;
     *reinterpret_cast<uint2*>(static_cast<T*>(p.out) + row * 64 + 4 * part) =
         uint2{pack2<T>(sum.x * factor, sum.y * factor), pack2<T>(sum.z * factor, sum.w * factor)};

@@ -7,7 +7,7 @@ namespace sink_fa3 {
 
 struct FwdParams {
     TileParams tiles;
-    float const* sinks;
+    Sinks sinks;
     void* out;
     float* lse;
     // kSplit: (splits, total_q, heads, 64) and (splits, total_q, heads), each part normalised by itself and without the sink
@@ -125,8 +125,7 @@ __device__ __forceinline__ void fwd_consumer(FwdSmem<C>& sm, FwdParams const& p,
         if (t.n_max > t.n_min) {
             KeyLoop<C>{sm, t, rows, wg, lane, p.c, ring, o, row_sum, mc}.run(KeyRange{last.lo, first.hi});
         } else {
-            __syncwarp();  // every lane has read sm.tile
-            if (lane == 0) mbar_arrive(&sm.q_empty);
+            mbar_arrive(&sm.q_empty);
         }
         float factor[2], lse[2];
         bool valid[2];
@@ -140,7 +139,7 @@ __device__ __forceinline__ void fwd_consumer(FwdSmem<C>& sm, FwdParams const& p,
                 finish_row(mc[r], row_sum[r], neg_inf(), factor[r], lse[r]);
                 part_row[r] = (int64_t(t.split) * p.total_q + row) * p.heads + head;
             } else {
-                float const sink = p.sinks != nullptr && valid[r] ? p.sinks[head] * kLog2e : neg_inf();
+                float const sink = p.sinks.data != nullptr && valid[r] ? load_sink(p.sinks, head) * kLog2e : neg_inf();
                 finish_row(mc[r], row_sum[r], sink, factor[r], lse[r]);
                 if (valid[r] && (lane & 3) == 0) p.lse[int64_t(head) * p.total_q + row] = lse[r];
             }
@@ -166,7 +165,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     if (threadIdx.x == 0) {
         constexpr int kWarps = 4 * C::kWarpgroups;
         mbar_init(&sm.q_full, 1);
-        mbar_init(&sm.q_empty, kWarps);
+        mbar_init(&sm.q_empty, 32 * kWarps);  // every lane reads the tile's description, and arrives for itself
         for (int i = 0; i < C::kStages; ++i) {
             mbar_init(&sm.k_full[i], 1);
             mbar_init(&sm.k_empty[i], kWarps);

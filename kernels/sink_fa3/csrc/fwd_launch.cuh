@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "fwd_combine.cuh"
+#include "host.h"
 #include "tensor_map.h"
 
 namespace sink_fa3 {
@@ -13,13 +14,6 @@ inline int packed_heads(int heads_per_kv, int limit) {
     int g = std::min(heads_per_kv, limit);
     while (heads_per_kv % g != 0) --g;
     return g;
-}
-
-inline int multiprocessors() {
-    int device = 0, count = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-    return count;
 }
 
 // Upper bound of the number of blocks of `block` tokens.
@@ -119,7 +113,8 @@ char const* fwd_launch_config(Problem const& pr, FwdArgs const& a, FwdPlan const
 
     constexpr int kSmem = sizeof(FwdSmem<C>);
     auto* const kernel = fwd_kernel<C>;
-    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem) != cudaSuccess)
+    static std::atomic<uint64_t> allowed;
+    if (allow_shared_memory(allowed, kernel, kSmem) != cudaSuccess)
         return "sink_fa3 fwd: the device does not offer the shared memory of an sm_90 block";
     plan_tickets<<<1, kPlanThreads, 0, stream>>>(t.order, p.counter, ends, list);
     int const blocks = int(std::min<int64_t>(tickets, int64_t(multiprocessors()) * C::kBlocksPerSm));

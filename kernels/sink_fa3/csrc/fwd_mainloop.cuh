@@ -210,6 +210,7 @@ struct KeyLoop {
         release(&sm.v_empty[kPrev]);
         if (fresh) {
             fresh_step();
+            __syncwarp();  // every lane has read K
         } else {
             pack_probabilities<C>(s, p);
         }
@@ -260,8 +261,7 @@ struct KeyLoop {
                 n = n_stale - 1;
             }
         }
-        __syncwarp();  // every lane has read sm.tile
-        release(&sm.q_empty);
+        mbar_arrive(&sm.q_empty);
         mbar_wait(&sm.v_full[ring.stage], ring.phase);
         keep(o);
         wgmma_fence();

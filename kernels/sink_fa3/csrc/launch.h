@@ -4,6 +4,8 @@
 #include <cuda_runtime.h>
 #include <cstdint>
 
+#include "sinks.h"
+
 namespace sink_fa3 {
 
 enum class Dtype : int { kBf16 = 0, kFp16 = 1 };
@@ -23,19 +25,19 @@ struct Problem {
 struct FwdArgs {
     void const *q, *k, *v;
     int64_t q_token, q_head, k_token, k_head, v_token, v_head;
-    float const* sinks;  // null: no sinks
-    void* out;           // contiguous (total_q, heads, head_dim)
-    float* lse;          // (heads, total_q)
-    void* workspace;     // fwd_workspace_bytes() bytes, 256-byte aligned, need not be cleared
+    Sinks sinks;
+    void* out;        // contiguous (total_q, heads, head_dim)
+    float* lse;       // (heads, total_q)
+    void* workspace;  // fwd_workspace_bytes() bytes, 256-byte aligned, need not be cleared
 };
 
 struct BwdArgs {
     void const *dout, *q, *k, *v, *out;
     int64_t do_token, do_head, q_token, q_head, k_token, k_head, v_token, v_head, o_token, o_head;
     float const* lse;
-    float const* sinks;  // null: no sinks
+    Sinks sinks;
     void *dq, *dk, *dv;  // contiguous
-    float* dsinks;       // (heads,), untouched without sinks
+    void* dsinks;        // (heads,) in the type of the sinks, untouched without sinks
     void* workspace;     // bwd_workspace_bytes() bytes, 1024-byte aligned
     bool deterministic;
 };

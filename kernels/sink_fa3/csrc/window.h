@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "sinks.h"
+
 namespace sink_fa3::window {
 
 struct Tensor3 {
@@ -22,7 +24,7 @@ struct Problem {
     int window;               // keys seen, itself included, 1..128
     float scale;
     bool fp16;                // else bf16
-    float const* sinks;       // (heads,) or nullptr
+    Sinks sinks;              // (heads,)
 };
 
 // out (total, heads, 64), lse (heads, total) natural logarithm, sink included.
@@ -30,8 +32,8 @@ cudaError_t forward(Problem const& p, Tensor3 q, Tensor3 k, Tensor3 v, void* out
 
 // Bytes of scratch `backward` needs (16-byte aligned, need not be cleared).
 size_t backward_workspace(Problem const& p);
-// dq (total, heads, 64), dk and dv (total, kv_heads, 64), dsinks (heads,) or nullptr. Bit-identical from run to run.
+// dq (total, heads, 64), dk and dv (total, kv_heads, 64), dsinks (heads,) in the type of the sinks, or nullptr. Bit-identical from run to run.
 cudaError_t backward(Problem const& p, Tensor3 q, Tensor3 k, Tensor3 v, Tensor3 dout, float const* lse, void* dq, void* dk,
-                     void* dv, float* dsinks, void* workspace, cudaStream_t stream);
+                     void* dv, void* dsinks, void* workspace, cudaStream_t stream);
 
 }  // namespace sink_fa3::window

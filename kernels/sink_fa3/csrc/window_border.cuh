@@ -2,6 +2,7 @@
 // of the two CTAs leaves its part of dK and dV in fp32, and `border_kernel` adds them in a fixed order and sums dsinks.
 #pragma once
 
+#include "sinks.h"
 #include "window_common.cuh"
 
 namespace sink_fa3::window {
@@ -13,7 +14,7 @@ constexpr int kBlockElements = kTileTokens * kHeadDim;
 struct BwdParams {
     CUtensorMap q, k, v, dout, dq, dk, dv;
     float const* lse;
-    float const* sinks;
+    Sinks sinks;
     Sequences seqs;
     void *dk_rows, *dv_rows;  // of dk and dv, for the border kernel
     float* border;        // (2: dV, dK; 2: head, tail; chunks; kv_heads; kHalo; kBlockElements), accumulator order
@@ -30,7 +31,7 @@ __device__ __forceinline__ float* border_block(BwdParams const& p, int which, in
 
 // One CTA adds a chunk's tail to the next chunk's head for one KV head, for dV (z = 0) or dK (1).
 template <typename T>
-__global__ void __launch_bounds__(128) border_kernel(__grid_constant__ BwdParams const p, float* dsinks) {
+__global__ void __launch_bounds__(128) border_kernel(__grid_constant__ BwdParams const p, void* dsinks) {
     int const chunk = blockIdx.x, kv_head = blockIdx.y, which = blockIdx.z, heads = p.kv_heads * kGroup;
     int const first = chunk * p.per_chunk, count = min(p.per_chunk, p.tiles - first);
     int const key = threadIdx.x / 8, d0 = threadIdx.x % 8 * 8;
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(128) border_kernel(__grid_constant__ BwdParams
         int const head = kv_head * kGroup + threadIdx.x;
         float sum = 0.f;
         for (int c = 0; c < p.chunks; ++c) sum += p.dsinks_parts[c * heads + head];
-        dsinks[head] = sum;
+        store_sink_gradient(dsinks, p.sinks.type, head, sum);
     }
 }
 

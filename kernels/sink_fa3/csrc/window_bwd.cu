@@ -7,8 +7,6 @@
 // later query sees the oldest of its 9 key blocks: it is written out, and the other columns move up.
 // Only key blocks seen from two chunks (8 at each border) go through fp32 scratch; a second small kernel adds the two parts in
 // a fixed order and reduces dsinks. So the result is bit-identical from run to run.
-#include <cudaTypedefs.h>
-
 #include "window_border.cuh"
 #include "window_host.cuh"
 
@@ -121,7 +119,7 @@ __device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int f
     int const kv_head = blockIdx.y, chunk = blockIdx.x;
     // The two tokens of this thread in tile n: 16 * (first + n) + offset, + 1; its head is kv_head * 8 + lane / 4.
     int const offset = kWG * 8 + 2 * warp;
-    float const sink2 = p.sinks == nullptr ? -INFINITY : p.sinks[kv_head * kGroup + lane / 4] * kLog2e;
+    float const sink2 = p.sinks.data == nullptr ? -INFINITY : load_sink(p.sinks, kv_head * kGroup + lane / 4) * kLog2e;
     SequenceCursor cursor(p.seqs, first * kTileTokens + offset);
     uint8_t* const rows = smem.out[kWG] + warp * 2048;
     // Rows of P^T and dS^T are keys; this lane's row and 16-byte chunk of each stmatrix.
@@ -173,7 +171,13 @@ __device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int f
             wgmma_commit();
         }
         int lo[2], hi[2];
-        float const lse2[2] = {smem.lse2[now % kStages][lane / 4][offset], smem.lse2[now % kStages][lane / 4][offset + 1]};
+        float lse2[2] = {0.f, 0.f};
+        if (quad == 0) {  // the lanes that will arrive at `empty`
+            lse2[0] = smem.lse2[now % kStages][lane / 4][offset];
+            lse2[1] = smem.lse2[now % kStages][lane / 4][offset + 1];
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) lse2[r] = __shfl_sync(0xffffffff, lse2[r], lane & ~3);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             int const token = (first + n) * kTileTokens + offset + r;
@@ -202,10 +206,8 @@ __device__ __forceinline__ void consume(BwdParams const& p, BwdSmem& smem, int f
         wgmma_wait<1>();
         keep(acc);
         __syncwarp();
-        if (lane == 0) {
-            mbar_arrive(&smem.consumed);
-            if (n > 0) mbar_arrive(&smem.empty[before % kStages]);
-        }
+        if (lane == 0) mbar_arrive(&smem.consumed);
+        if (n > 0 && quad == 0) mbar_arrive(&smem.empty[before % kStages]);
         mbar_wait(&smem.consumed, n & 1);
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j) {
@@ -302,7 +304,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(__grid_constant__
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; ++i) {
             mbar_init(&smem.full[i], 1 + 32);  // bytes announced, and the lse of each lane
-            mbar_init(&smem.empty[i], 8);      // one arrival a consumer warp
+            mbar_init(&smem.empty[i], 8 * 8);  // eight lanes of every consumer warp
         }
         mbar_init(&smem.consumed, 8);
         fence_barrier_init();
@@ -328,9 +330,9 @@ size_t border_elements(Problem const& p, Chunks const& c) {
 }
 
 template <typename T>
-cudaError_t launch(BwdParams const& b, Problem const& p, float* dsinks, cudaStream_t stream) {
-    cudaError_t const e =
-        cudaFuncSetAttribute(backward_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
+cudaError_t launch(BwdParams const& b, Problem const& p, void* dsinks, cudaStream_t stream) {
+    static std::atomic<uint64_t> allowed;
+    cudaError_t const e = allow_shared_memory(allowed, backward_kernel<T>, kSmemBytes);
     if (e != cudaSuccess) return e;
     backward_kernel<T><<<dim3(b.chunks, b.kv_heads), kThreads, kSmemBytes, stream>>>(b);
     border_kernel<T><<<dim3(b.chunks, b.kv_heads, 2), 128, 0, stream>>>(b, dsinks);
@@ -346,7 +348,7 @@ size_t backward_workspace(Problem const& p) {
 }
 
 cudaError_t backward(Problem const& p, Tensor3 q, Tensor3 k, Tensor3 v, Tensor3 dout, float const* lse, void* dq, void* dk,
-                     void* dv, float* dsinks, void* workspace, cudaStream_t stream) {
+                     void* dv, void* dsinks, void* workspace, cudaStream_t stream) {
     if (!supported(p)) return cudaErrorInvalidValue;
     BwdParams b{};
     cudaError_t e = make_map(b.q, q, p.fp16, p.total, p.heads, kTileTokens, kGroup);

@@ -4,8 +4,6 @@
 // the next tile sees and the present one does not (K and V rings in shared memory: every key is read from L2 once per chunk,
 // K twice for its mirror). Two warpgroups compute S = Q K^T (64 x 136), the softmax with the sink, O = P V, and each warp stores its own 16 rows through
 // TMA. Two CTAs share an SM, so the exponentials of one warpgroup run under the products of the others.
-#include <cudaTypedefs.h>
-
 #include "window_host.cuh"
 
 namespace sink_fa3::window {
@@ -16,7 +14,7 @@ constexpr int kThreads = 2 * 128;
 struct FwdParams {
     CUtensorMap q, k, v, out;
     float* lse;
-    float const* sinks;
+    Sinks sinks;
     Sequences seqs;
     int total, window;
     int tiles, per_chunk;
@@ -94,7 +92,7 @@ __device__ __forceinline__ void softmax(float (&s)[kCols / 2], float scale_log2,
 template <typename T, int kWG>
 __device__ __forceinline__ void consume(FwdParams const& p, FwdSmem& smem, int kv_head, int first, int count) {
     int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, quad = lane % 4;
-    float const sink2 = p.sinks == nullptr ? -INFINITY : p.sinks[kv_head * kGroup + lane / 4] * kLog2e;
+    float const sink2 = p.sinks.data == nullptr ? -INFINITY : load_sink(p.sinks, kv_head * kGroup + lane / 4) * kLog2e;
     int const offset = kWG * 8 + 2 * warp;  // this warp's two tokens in the tile
     SequenceCursor cursor(p.seqs, first * kTileTokens + offset);
     uint8_t* const out_rows = smem.out + (kWG * 4 + warp) * 2048;
@@ -146,11 +144,8 @@ __device__ __forceinline__ void consume(FwdParams const& p, FwdSmem& smem, int k
         }
         wgmma_wait<0>();
         keep(o);
-        __syncwarp();
-        if (lane == 0) {
-            mbar_arrive(&smem.empty[stage]);
-            bulk_wait_read<0>();  // the previous tile's store has left shared memory
-        }
+        if (quad == 0) mbar_arrive(&smem.empty[stage]);  // those that wrote lse; the products are the whole warp's
+        if (lane == 0) bulk_wait_read<0>();              // the previous tile's store has left shared memory
         __syncwarp();
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -181,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(__grid_constant__ 
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; ++i) {
             mbar_init(&smem.full[i], 1);
-            mbar_init(&smem.empty[i], 8);  // one arrival a warp
+            mbar_init(&smem.empty[i], 8 * 8);  // eight lanes of every warp
         }
         fence_barrier_init();
         for (int n = 0; n < min(count, kStages); ++n) load_tile(p, smem, kv_head, first, n);
@@ -214,8 +209,9 @@ cudaError_t forward(Problem const& p, Tensor3 q, Tensor3 k, Tensor3 v, void* out
     f.tiles = c.tiles;
     f.per_chunk = c.per_chunk;
     f.scale_log2 = p.scale * kLog2e;
+    static std::atomic<uint64_t> allowed[2];
     auto const kernel = p.fp16 ? &forward_kernel<__half> : &forward_kernel<__nv_bfloat16>;
-    e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
+    e = allow_shared_memory(allowed[p.fp16], kernel, kSmemBytes);
     if (e != cudaSuccess) return e;
     kernel<<<dim3(c.count, p.kv_heads), kThreads, kSmemBytes, stream>>>(f);
     return cudaGetLastError();

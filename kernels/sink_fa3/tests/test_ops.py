@@ -57,3 +57,23 @@ def test_forward_and_backward(dtype, tolerance, window, one_shot):
         assert (a.double().cpu() - b).norm() <= tolerance * b.norm()
     again = backward(dout, q, k, v, out, lse, sinks, *settings, True)
     assert all(torch.equal(a, b) for a, b in zip(grads, again))
+
+
+@hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name, window", [("", 0), ("window_", 128)])
+def test_two_byte_sinks(dtype, name, window):
+    """The same bits as from their values in float32, and a gradient rounded to their dtype."""
+    torch.manual_seed(0)
+    q, dout = (torch.randn(300, 16, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    k, v = (torch.randn(300, 2, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    cu = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
+    settings = (cu, cu, 200, 200, True, window, 0.125)
+    narrow = torch.randn(16, device="cuda").to(dtype)
+    results = []
+    for sinks in (narrow, narrow.float()):
+        out, lse = getattr(ops, f"{name}fwd")(q, k, v, sinks, *settings)
+        results.append((out, lse, *getattr(ops, f"{name}bwd")(dout, q, k, v, out, lse, sinks, *settings, True)))
+    assert results[0][-1].dtype == dtype and results[1][-1].dtype == torch.float32 and results[0][-1].any()
+    for a, b in zip(*results):
+        assert torch.equal(a, b.to(a.dtype))

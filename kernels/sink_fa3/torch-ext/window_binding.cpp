@@ -1,40 +1,23 @@
 // torch.ops.sink_fa3.{window_fwd,window_bwd}: the one-shot kernels behind the signatures of fwd and bwd.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
-#include <cstdint>
-#include <optional>
 #include <tuple>
 
+#include "binding.h"
 #include "window.h"
 
 namespace {
 
 namespace window_kernels = sink_fa3::window;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+using namespace sink_fa3::binding;
 
 constexpr int64_t kHeadDim = 64, kGroup = 8, kMaxWindow = 128;
 
-cudaStream_t current_stream(Tensor const& t) {
-    void* stream = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
-    return static_cast<cudaStream_t>(stream);
-}
-
 void check_rows(char const* name, Tensor const& t, Tensor const& q, int64_t heads) {
-    STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == q.get_device_index() && t.scalar_type() == q.scalar_type(),
+    STD_TORCH_CHECK(beside(t, q) && t.scalar_type() == q.scalar_type(),
                     "sink_fa3: ", name, " must have the device and dtype of q");
     STD_TORCH_CHECK(t.dim() == 3 && t.size(0) == q.size(0) && t.size(1) == heads && t.size(2) == kHeadDim, "sink_fa3: ", name,
                     " must be (", q.size(0), ", ", heads, ", ", kHeadDim, "): the window kernels take the same tokens for queries ",
                     "and keys and 8 query heads per key head");
-    STD_TORCH_CHECK(t.stride(2) == 1 && t.stride(0) % 8 == 0 && t.stride(1) % 8 == 0 &&
-                        reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0,
-                    "sink_fa3: ", name, " needs a contiguous last dimension, other strides in multiples of 8 and a 16-byte ",
-                    "aligned base");
+    check_alignment(name, t);
 }
 
 window_kernels::Problem problem(Tensor const& q, Tensor const& k, Tensor const& v, std::optional<Tensor> const& sinks,
@@ -48,17 +31,9 @@ window_kernels::Problem problem(Tensor const& q, Tensor const& k, Tensor const& 
     STD_TORCH_CHECK(q.size(1) % kGroup == 0, "sink_fa3: the window kernels need 8 query heads per key head, found ", q.size(1));
     check_rows("k", k, q, q.size(1) / kGroup);
     check_rows("v", v, q, q.size(1) / kGroup);
-    STD_TORCH_CHECK(cu_q.is_cuda() && cu_q.get_device_index() == q.get_device_index() && cu_q.scalar_type() == ScalarType::Int &&
-                        cu_q.dim() == 1 && cu_q.size(0) >= 2 && cu_q.is_contiguous(),
-                    "sink_fa3: cu_seqlens_q must be a contiguous int32 tensor (batch + 1,) on the device of q");
+    check_lengths("cu_seqlens_q", cu_q, q);
     STD_TORCH_CHECK(cu_k.data_ptr() == cu_q.data_ptr() && cu_k.size(0) == cu_q.size(0),
                     "sink_fa3: the window kernels need one cu_seqlens for queries and keys");
-    if (sinks) {
-        STD_TORCH_CHECK(sinks->is_cuda() && sinks->get_device_index() == q.get_device_index() &&
-                            sinks->scalar_type() == ScalarType::Float && sinks->dim() == 1 && sinks->size(0) == q.size(1) &&
-                            sinks->is_contiguous(),
-                        "sink_fa3: sinks must be contiguous float32 (heads,) on the device of q");
-    }
     window_kernels::Problem p{};
     p.total = int(q.size(0));
     p.heads = int(q.size(1));
@@ -68,7 +43,7 @@ window_kernels::Problem problem(Tensor const& q, Tensor const& k, Tensor const& 
     p.window = int(window);
     p.scale = float(scale);
     p.fp16 = q.scalar_type() == ScalarType::Half;
-    p.sinks = sinks ? static_cast<float const*>(sinks->data_ptr()) : nullptr;
+    p.sinks = check_sinks(sinks, q);
     return p;
 }
 
@@ -83,8 +58,8 @@ std::tuple<Tensor, Tensor> window_fwd(Tensor q, Tensor k, Tensor v, std::optiona
                                       int64_t window, double scale) {
     window_kernels::Problem const p = problem(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, causal, window, scale);
     torch::stable::accelerator::DeviceGuard const guard(q.get_device_index());
-    Tensor out = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2)});
-    Tensor lse = torch::stable::new_empty(q, {q.size(1), q.size(0)}, ScalarType::Float);
+    Tensor out = empty(q, {p.total, p.heads, kHeadDim}, dtype_of(q));
+    Tensor lse = empty(q, {p.heads, p.total}, aoti_torch_dtype_float32());
     if (p.total > 0) {
         raise(window_kernels::forward(p, view(q), view(k), view(v), out.data_ptr(), static_cast<float*>(lse.data_ptr()),
                                       current_stream(q)));
@@ -99,21 +74,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> window_bwd(Tensor dout, Tensor q, Ten
                                                       double scale, bool deterministic) {
     window_kernels::Problem const p = problem(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, causal, window, scale);
     check_rows("dout", dout, q, q.size(1));
-    STD_TORCH_CHECK(lse.is_cuda() && lse.scalar_type() == ScalarType::Float && lse.is_contiguous() && lse.dim() == 2 &&
-                        lse.size(0) == q.size(1) && lse.size(1) == q.size(0),
-                    "sink_fa3: lse must be contiguous float32 (heads, tokens)");
+    check_lse(lse, q);
     torch::stable::accelerator::DeviceGuard const guard(q.get_device_index());
-    Tensor dq = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2)});
-    Tensor dk = torch::stable::new_empty(k, {k.size(0), k.size(1), k.size(2)});
-    Tensor dv = torch::stable::new_empty(v, {v.size(0), v.size(1), v.size(2)});
-    Tensor dsinks = torch::stable::new_zeros(q, {sinks ? q.size(1) : 0}, ScalarType::Float);
+    int32_t const dtype = dtype_of(q);
+    Tensor dq = empty(q, {p.total, p.heads, kHeadDim}, dtype);
+    Tensor dk = empty(q, {p.total, p.kv_heads, kHeadDim}, dtype);
+    Tensor dv = empty(q, {p.total, p.kv_heads, kHeadDim}, dtype);
+    Tensor dsinks = empty_sink_gradient(sinks, q);
     if (p.total > 0) {
-        Tensor workspace =
-            torch::stable::new_empty(q, {static_cast<int64_t>(window_kernels::backward_workspace(p))}, ScalarType::Byte);
+        Tensor workspace = empty(q, {static_cast<int64_t>(window_kernels::backward_workspace(p))}, aoti_torch_dtype_uint8());
         raise(window_kernels::backward(p, view(q), view(k), view(v), view(dout), static_cast<float const*>(lse.data_ptr()),
-                                       dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
-                                       sinks ? static_cast<float*>(dsinks.data_ptr()) : nullptr, workspace.data_ptr(),
-                                       current_stream(q)));
+                                       dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), sinks ? dsinks.data_ptr() : nullptr,
+                                       workspace.data_ptr(), current_stream(q)));
+    } else {
+        torch::stable::zero_(dsinks);
     }
     return {dq, dk, dv, dsinks};
 }

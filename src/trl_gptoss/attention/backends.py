@@ -2,7 +2,8 @@
 
 Each backend is a module with `NAME`, `unusable(device, dtype, head_dim)`, which answers None or the reason why not, and
 `forward` and `backward` in the signatures of `reference`. All return the same out and lse, so a backward may follow
-another backend's forward. `TRL_GPTOSS_ATTENTION=<name>` forces one.
+another backend's forward. Sinks are float32 (float64 for float64 queries); a backend with `SINKS_AS_THEY_ARE` takes the queries'
+dtype too. `TRL_GPTOSS_ATTENTION=<name>` forces one.
 """
 
 import logging

@@ -11,6 +11,7 @@ import torch
 from .reference import sink_gradient
 
 NAME = "fa2"
+SINKS_AS_THEY_ARE = False
 _TOKENS = 8192  # rows of out and dout widened to float32 at once for the sink gradient
 
 

@@ -21,6 +21,7 @@ from .fa2 import _inner_contiguous, _without_keys
 from .varlen import rows_without_keys
 
 NAME = "fa4"
+SINKS_AS_THEY_ARE = False
 MINIMUM = Version("4.0.0b26")  # before, backward returned no sink gradient
 
 

@@ -5,6 +5,7 @@ import torch
 from . import loading
 
 NAME = "hopper"
+SINKS_AS_THEY_ARE = True  # bfloat16 and float16 sinks too; their gradient comes in that dtype
 _HEAD_DIMS = (64,)
 _WINDOW = 128  # the one-shot kernels' largest window, head_dim and heads per key/value head: GPT-OSS's sliding layers
 _WINDOW_HEAD_DIM = 64
@@ -42,6 +43,7 @@ def forward(
     ops = loading.kernels().ops
     op = ops.window_fwd if _one_shot(q, k, cu_seqlens_q, cu_seqlens_k, causal, window) else ops.fwd
     q, k, v = _loadable(q, k, v)
+    sinks = sinks if sinks is None else sinks.contiguous()
     return op(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window, scale)
 
 
@@ -65,6 +67,7 @@ def backward(
     """See `ops.backward`."""
     ops = loading.kernels().ops
     op = ops.window_bwd if _one_shot(q, k, cu_seqlens_q, cu_seqlens_k, causal, window) else ops.bwd
+    sinks = sinks if sinks is None else sinks.contiguous()
     tensors = (*_loadable(dout, q, k, v), out, lse, sinks, cu_seqlens_q, cu_seqlens_k)
     return op(*tensors, max_seqlen_q, max_seqlen_k, causal, window, scale, deterministic)
 
@@ -73,22 +76,19 @@ def _one_shot(
     q: torch.Tensor, k: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, causal: bool, window: int
 ) -> bool:
     """Whether queries and keys are the same tokens, which one shared `cu_seqlens` says, and the shape is GPT-OSS's."""
-    return (
-        causal
-        and 0 < window <= _WINDOW
-        and q.shape[2] == _WINDOW_HEAD_DIM
-        and q.shape[1] == _WINDOW_GROUP * k.shape[1]
-        and q.shape[0] == k.shape[0]
-        and cu_seqlens_q.data_ptr() == cu_seqlens_k.data_ptr()
-        and cu_seqlens_q.shape == cu_seqlens_k.shape
-    )
+    if not causal or not 0 < window <= _WINDOW:
+        return False
+    total, heads, head_dim = q.shape
+    if head_dim != _WINDOW_HEAD_DIM or k.shape[:2] != (total, heads // _WINDOW_GROUP) or heads % _WINDOW_GROUP:
+        return False
+    return cu_seqlens_q.data_ptr() == cu_seqlens_k.data_ptr() and cu_seqlens_q.shape == cu_seqlens_k.shape
 
 
 def _loadable(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """The bulk copy engine wants 16-byte aligned rows of contiguous elements; copy what is not."""
-    loadable = []
-    for x in tensors:
-        token, head, element = x.stride()
-        good = element == 1 and not (token % 8 or head % 8 or x.data_ptr() % 16)
-        loadable.append(x if good else x.clone(memory_format=torch.contiguous_format))
-    return loadable
+    return [x if _is_loadable(x) else x.clone(memory_format=torch.contiguous_format) for x in tensors]
+
+
+def _is_loadable(x: torch.Tensor) -> bool:
+    token, head, element = x.stride()
+    return element == 1 and not (token % 8 or head % 8 or x.data_ptr() % 16)

@@ -11,12 +11,12 @@ functions: the operators' wrappers cost 0.4 ms of Python per call, more than a w
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from . import backends, varlen
+from . import backends, calls, varlen
 from .reference import sink_gradient
 
 
@@ -39,10 +39,8 @@ def forward(
 
     Returns out like q, contiguous, and lse (H, total_q) in float32 (float64 for float64 inputs), sink included.
     """
-    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, trim)
-    with _no_autocast(q.device.type):
-        out, lse = backends.choose(q).forward(q, k, v, sinks, *lengths, causal, window, scale)
-    return out.contiguous(), lse.contiguous()  # flash attention copies the strides of q; graphs rely on these
+    return calls.forward(backends.choose(q), q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
+                       window, scale, deterministic, trim)  # fmt: skip
 
 
 def backward(
@@ -64,37 +62,12 @@ def backward(
     trim: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients dq, dk, dv (contiguous, in the inputs' dtype) and dsinks (H,), or (0,) without sinks."""
-    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, trim)
-    with _no_autocast(q.device.type):
-        dq, dk, dv, dsinks = backends.choose(q).backward(
-            dout, q, k, v, out, lse, sinks, *lengths, causal, window, scale, deterministic
-        )
-    return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks
+    return calls.backward(backends.choose(q), dout, q, k, v, out, lse, sinks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                        max_seqlen_k, causal, window, scale, deterministic, trim)  # fmt: skip
 
 
 sink_attention_op = torch.library.custom_op("trl_gptoss::sink_attention", forward, mutates_args=())
 sink_attention_backward_op = torch.library.custom_op("trl_gptoss::sink_attention_backward", backward, mutates_args=())
-
-
-def _no_autocast(device_type: str) -> AbstractContextManager:
-    """Backends compute in the dtypes they are given."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
-
-
-def _lengths(
-    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, trim: bool
-) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    if not trim:
-        return cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    if cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "sink_fa3 finds packed sequences by reading position_ids, which a CUDA graph cannot do. Pass cu_seq_lens_q, "
-            "cu_seq_lens_k, max_length_q and max_length_k, or compile without CUDA graphs."
-        )
-    cut = varlen.trimmed(cu_seqlens_q, cu_seqlens_k)
-    return cut.cu_seqlens_q, cut.cu_seqlens_k, cut.max_seqlen_q, cut.max_seqlen_k
 
 
 @sink_attention_op.register_fake
@@ -142,24 +115,32 @@ sink_attention_op.register_autograd(_op_backward, setup_context=_setup_context)
 class _EagerSinkAttention(torch.autograd.Function):
     """The same functions without the operators around them, and few of torch's own: a window layer takes 60 us on a GPU.
 
-    The settings come as one tuple, and the sinks in their own dtype: a cast outside would be one more autograd node.
+    Lengths and settings come as one tuple, since every argument costs, and the sinks in their own dtype: a cast outside would
+    be one more autograd node, and a backend that takes them as they are needs none. The backward runs on the forward's backend.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, settings):
-        if sinks is not None:
-            ctx.sinks_dtype = sinks.dtype
+    def forward(ctx, q, k, v, sinks, settings):
+        backend = backends.choose(q)
+        ctx.backend = backend
+        ctx.cast_from = None
+        if sinks is not None and not (backend.SINKS_AS_THEY_ARE and sinks.dtype is q.dtype):
+            ctx.cast_from = sinks.dtype
             sinks = sinks.to(_sinks_dtype(q))
-        inputs = (q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *settings)
-        output = forward(*inputs)
-        _setup_context(ctx, inputs, output)
-        return output
+        out, lse = calls.forward(backend, q, k, v, sinks, *settings)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *settings[:2])
+        ctx.settings = settings[2:]
+        ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse):
-        dq, dk, dv, dsinks, *_ = _gradients(ctx, dout, dlse, forward, backward)
-        return dq, dk, dv, None if dsinks is None else dsinks.to(ctx.sinks_dtype), None, None, None
+        run_forward, run_backward = partial(calls.forward, ctx.backend), partial(calls.backward, ctx.backend)
+        dq, dk, dv, dsinks, *_ = _gradients(ctx, dout, dlse, run_forward, run_backward)
+        if dsinks is not None and ctx.cast_from is not None:
+            dsinks = dsinks.to(ctx.cast_from)
+        return dq, dk, dv, dsinks, None
 
 
 def _sinks_dtype(q: torch.Tensor) -> torch.dtype:
@@ -186,7 +167,7 @@ def _lse_gradients(
     mean_k, _ = run_forward(q, k, k, sinks, *arguments)
     x = (scaled * q).to(q.dtype)
     _, _, dk, _ = run_backward(x, q, k, k, mean_k, lse, sinks, *arguments)
-    dsinks = None if sinks is None else -sink_gradient(dlse, lse, sinks)
+    dsinks = None if sinks is None else -sink_gradient(dlse, lse, sinks.to(_sinks_dtype(q))).to(sinks.dtype)
     return (scaled * mean_k).to(q.dtype), dk, None, dsinks
 
 
@@ -280,6 +261,8 @@ def attend(
     """Check the arguments and call the operator. Arguments and results as `sink_attention`'s with flattened tokens."""
     _check(q, k, v, sinks, causal, window)
     settings = (
+        lengths.cu_seqlens_q,
+        lengths.cu_seqlens_k,
         lengths.max_seqlen_q,
         lengths.max_seqlen_k,
         causal,
@@ -288,11 +271,10 @@ def attend(
         deterministic,
         lengths.trim,
     )
-    cu_seqlens = (lengths.cu_seqlens_q, lengths.cu_seqlens_k)
     if torch.compiler.is_compiling() or type(q) is not torch.Tensor:  # fake tensors and other subclasses
         sinks = None if sinks is None else sinks.to(_sinks_dtype(q))
-        return sink_attention_op(q, k, v, sinks, *cu_seqlens, *settings)
-    return _EagerSinkAttention.apply(q, k, v, sinks, *cu_seqlens, settings)
+        return sink_attention_op(q, k, v, sinks, *settings)
+    return _EagerSinkAttention.apply(q, k, v, sinks, settings)
 
 
 def _check(

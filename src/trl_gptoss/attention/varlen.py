@@ -14,17 +14,15 @@ masks 0 1 1 1 and 1 1 1 0 the sequences are
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Varlen:
+class Varlen(NamedTuple):
     """Where sequences begin and end in flattened queries and keys.
 
     Args:

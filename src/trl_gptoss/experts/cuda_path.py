@@ -136,26 +136,41 @@ def forward(
     keep: bool,
 ) -> tuple[torch.Tensor, Saved]:
     """Output (T, H) and, with `keep`, what backward needs."""
-    top_k, experts = index.shape[1], params.gate_up.shape[0]
-    M, width = index.numel(), x.shape[1]
-    if M <= MAX_ASSIGNMENTS and not keep and params.lora_up_in is None and params.lora_down_in is None:
+    if index.numel() <= MAX_ASSIGNMENTS and not keep and params.lora_up_in is None and params.lora_down_in is None:
         return decode(x, index, weight, *params[:4], *activation), Saved(
             x.new_empty(0), x.new_empty(0), x.new_empty(0)
         )
-    hidden = x.new_empty(M, params.down.shape[1])
-    saved = first_product(x, index, params, activation, keep=keep, hidden=hidden)
+    hidden, saved = to_hidden(x, index, params, activation, keep=keep)
+    return from_hidden(hidden, saved, index, weight, params), saved
+
+
+def to_hidden(
+    x: torch.Tensor, index: torch.Tensor, params: ExpertParams, activation: Activation, *, keep: bool
+) -> tuple[torch.Tensor, Saved]:
+    """First half of `forward`: activated rows (M, I) and, with `keep`, what backward needs."""
+    hidden = x.new_empty(index.numel(), params.down.shape[1])
+    return hidden, first_product(x, index, params, activation, keep=keep, hidden=hidden)
+
+
+def from_hidden(
+    hidden: torch.Tensor, saved: Saved, index: torch.Tensor, weight: torch.Tensor, params: ExpertParams
+) -> torch.Tensor:
+    """Second half of `forward`: weighted sum of the experts' outputs, (T, H). Reads only the sort of `saved`."""
+    tokens, top_k = index.shape
+    experts, _, width = params.down.shape
+    M = index.numel()
     low = None
     if params.lora_down_in is not None:
         low = _low_rank(hidden, params.lora_down_in, saved.order, saved.offsets, top_k), params.lora_down_out
-    out = torch.empty_like(x)
-    blocks = _column_blocks(M, width, x)
-    buffer = x.new_empty(M, blocks[0][1])
+    out = hidden.new_empty(tokens, width)
+    blocks = _column_blocks(M, width, hidden)
+    buffer = hidden.new_empty(M, blocks[0][1])
     for begin, end in blocks:
         grouped_gemm(
             hidden,
             params.down,
             saved.offsets,
-            tile_config("down", M, experts, x),
+            tile_config("down", M, experts, hidden),
             top_k=top_k,
             out=buffer,
             order=saved.order,
@@ -166,7 +181,7 @@ def forward(
             columns=(begin, end),
         )
         combine(buffer, index, out[:, begin:end], experts)
-    return out, saved
+    return out
 
 
 def backward(

@@ -1,10 +1,15 @@
-"""Autograd: one function for both paths, tiling over tokens, and custom operators for `torch.compile`.
+"""Autograd: the same two nodes for both paths, tiling over tokens, and custom operators for `torch.compile`.
 
 Without tiling the biased first product is kept for backward. With `chunk` tokens per tile nothing but the inputs is
 kept: backward recomputes the first product tile by tile, so the peak of forward and backward is that of one tile.
+
+Everything backward needs is saved before the second product starts, by a node of its own. Non-reentrant checkpointing
+ends its recomputation at the last saved tensor, and the experts are the last of a decoder layer to save any: the
+second product is computed once, not twice, and with tiles the recomputation skips the experts altogether.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 
@@ -39,6 +44,21 @@ def _run_forward(x, index, weight, params, activation, chunk, keep) -> tuple[tor
     return out, _nothing(x, index)
 
 
+def _first_half(x, index, params, activation, chunk) -> tuple[torch.Tensor, Saved]:
+    """Activated rows for `_second_half` and what backward needs; nothing with tiles."""
+    if chunk or index.numel() == 0:
+        return x.new_empty(0), _nothing(x, index)
+    with _undisturbed(x):
+        return _path(x).to_hidden(x, index, params, activation, keep=True)
+
+
+def _second_half(hidden, saved, x, index, weight, params, activation, chunk) -> torch.Tensor:
+    if chunk or index.numel() == 0:
+        return _run_forward(x, index, weight, params, activation, chunk, keep=False)[0]
+    with _undisturbed(x):
+        return _path(x).from_hidden(hidden, saved, index, weight, params)
+
+
 def _nothing(x: torch.Tensor, index: torch.Tensor) -> Saved:
     return Saved(x.new_empty(0), index.new_empty(0), index.new_empty(0))
 
@@ -50,7 +70,9 @@ def _run_backward(grad, x, index, weight, params, activation, saved, needs, chun
         return Gradients(torch.zeros_like(x) if needs.x else None, empty, *gradient_buffers(params, needs, None, True))
     grad = grad.contiguous()
     with _undisturbed(x):
-        if not chunk:
+        if chunk >= x.shape[0]:  # one tile needs no sums
+            saved = path.first_product(x, index, params, activation, keep=True, hidden=None)
+        if not chunk or chunk >= x.shape[0]:
             return path.backward(grad, x, index, weight, params, activation, saved, needs)
         wide = torch.promote_types(x.dtype, torch.float32)
         sums = gradient_buffers(params, needs, wide, zero=True)
@@ -87,20 +109,25 @@ def _without_autocast(x: torch.Tensor) -> Iterator[None]:
 
 
 class _Experts(torch.autograd.Function):
-    """Inputs: x (T, H), index (T, k), weight (T, k), the eight tensors of `ExpertParams`, activation, tile size."""
+    """First half of forward, and the whole of backward.
+
+    Inputs: x (T, H), index (T, k), weight (T, k), the eight tensors of `ExpertParams`, activation, tile size. Outputs:
+    a (T, H) stand-in of one stored element, through which the gradient arrives, and what the second half needs.
+    """
 
     @staticmethod
     def forward(ctx, x, index, weight, *rest):
         *tensors, activation, chunk = rest
-        params = ExpertParams(*tensors)
-        out, saved = _run_forward(x, index, weight, params, activation, chunk, keep=True)
+        hidden, saved = _first_half(x, index, ExpertParams(*tensors), activation, chunk)
         ctx.save_for_backward(x, index, weight, *tensors, *saved)
         ctx.activation, ctx.chunk, ctx.consumed = activation, chunk, False
-        return out
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(hidden, saved.order, saved.offsets)
+        return x.new_empty_strided(x.shape, (0, 0)), hidden, saved.order, saved.offsets
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx, grad, *_):
         x, index, weight, *tensors, gate_up, order, offsets = ctx.saved_tensors
         if ctx.consumed:
             raise RuntimeError(
@@ -114,6 +141,18 @@ class _Experts(torch.autograd.Function):
         params = ExpertParams(*tensors)
         grads = _run_backward(grad, x, index, weight, params, ctx.activation, saved, needs, ctx.chunk)
         return grads.x, None, *grads[1:], None, None
+
+
+class _Output(torch.autograd.Function):
+    """Second half of forward; saves nothing and hands the gradient of its output to `_Experts`."""
+
+    @staticmethod
+    def forward(ctx, stand_in: torch.Tensor, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return compute()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
 
 
 def fused_experts(
@@ -145,5 +184,8 @@ def fused_experts(
 
         return compiled_experts(x, index, weight, params, activation, chunk)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, *params)):
-        return _Experts.apply(x, index, weight, *params, activation, chunk)
+        stand_in, hidden, *sort = _Experts.apply(x, index, weight, *params, activation, chunk)
+        saved = Saved(x.new_empty(0), *sort)
+        half = functools.partial(_second_half, hidden, saved, x, index, weight, params, activation, chunk)
+        return _Output.apply(stand_in, half)
     return _run_forward(x, index, weight, params, activation, chunk, keep=False)[0]

@@ -84,20 +84,33 @@ def forward(
     keep: bool,
 ) -> tuple[torch.Tensor, Saved]:
     """Output (T, H) and what backward needs."""
+    hidden, saved = to_hidden(x, index, params, activation, keep=keep)
+    return from_hidden(hidden, saved, index, weight, params), saved
+
+
+def to_hidden(
+    x: torch.Tensor, index: torch.Tensor, params: ExpertParams, activation: Activation, *, keep: bool
+) -> tuple[torch.Tensor, Saved]:
+    """First half of `forward`: activated rows (M, I) and what backward needs."""
     saved = first_product(x, index, params, activation, keep=keep)
-    tokens, top_k = index.shape
     hidden = _activate(saved.gate_up, activation)
+    return hidden, saved if keep else Saved(x.new_empty(0), saved.order, saved.offsets)
+
+
+def from_hidden(
+    hidden: torch.Tensor, saved: Saved, index: torch.Tensor, weight: torch.Tensor, params: ExpertParams
+) -> torch.Tensor:
+    """Second half of `forward`: weighted sum of the experts' outputs, (T, H). Reads only the sort of `saved`."""
+    tokens, top_k = index.shape
     rows = hidden.shape[0]
-    if not keep:
-        saved = Saved(x.new_empty(0), saved.order, saved.offsets)
-    products = x.new_empty(rows, x.shape[1])
+    products = hidden.new_empty(rows, params.down.shape[2])
     for e, part in _segments(saved.offsets):
         torch.addmm(params.down_bias[e], hidden[part], params.down[e], out=products[part])
         if params.lora_down_in is not None:
             products[part].addmm_(hidden[part] @ params.lora_down_in[e], params.lora_down_out[e])
     order = saved.order[:rows]
     products.mul_(weight.reshape(-1)[order].unsqueeze(1))
-    return _sum_slots(products, order, tokens, top_k), saved
+    return _sum_slots(products, order, tokens, top_k)
 
 
 def _sum_slots(rows: torch.Tensor, order: torch.Tensor, tokens: int, top_k: int) -> torch.Tensor:

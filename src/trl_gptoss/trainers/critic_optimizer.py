@@ -75,10 +75,10 @@ class CriticOptimizer:
         does: unreduced gradients would be as large as the whole model.)
 
         Args:
-            last (`bool`): whether no other part of the micro-batch follows.
+            last (`bool`): whether an update follows.
         """
         wrapped = None if self.backbone is None else self.critic.model.backbone
-        if isinstance(wrapped, DistributedDataParallel) and not (last and self.accelerator.sync_gradients):
+        if isinstance(wrapped, DistributedDataParallel) and not last:
             with wrapped.no_sync():
                 yield
         else:
@@ -89,11 +89,10 @@ class CriticOptimizer:
 
         Args:
             loss (`torch.Tensor`): 0-d.
-            last (`bool`): whether no other part of the micro-batch follows.
+            last (`bool`): whether an update follows.
         """
         if self._engine is not None:
-            sync = last and self.accelerator.sync_gradients
-            self._engine.backward(loss, sync_gradients=sync, scale_wrt_gas=False)
+            self._engine.backward(loss, sync_gradients=last, scale_wrt_gas=False)
         else:
             loss.backward()
         # An adapter lies among the policy's parameters, where the policy's clipping would count its gradient.
@@ -104,7 +103,7 @@ class CriticOptimizer:
                 parameter.grad = None
 
     def step(self) -> dict[str, float]:
-        """One update and the numbers to log. The engine of DeepSpeed has stepped its part in `backward`."""
+        """One update and the numbers to log; the schedule stays. DeepSpeed's engine has stepped its part in `backward`."""
         parameters = self.critic.local_parameters()
         for name, gradient in self._set_aside.items():
             parameters[name].grad = gradient
@@ -122,10 +121,13 @@ class CriticOptimizer:
             logs["critic/grad_norm"] = torch.stack([_whole(n).float().cpu() for n in norms]).norm().item()
         for optimizer in self.optimizers:
             optimizer.step()
-        for scheduler in self.schedulers:
-            scheduler.step()
         self.zero_grad()
         return logs
+
+    def advance_schedule(self) -> None:
+        """Once for each optimizer step of the run, however many updates of the critic it had."""
+        for scheduler in self.schedulers:
+            scheduler.step()
 
     def zero_grad(self) -> None:
         self._set_aside = {}

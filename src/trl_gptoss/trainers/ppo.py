@@ -5,8 +5,6 @@ rollouts, rewards (GRPO's) -> values of the critic -> GAE, whitening -> mini-bat
 
 import re
 import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,11 +15,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_optimizer import is_optimizer_factory
 from trl.trainer.utils import split_tensor_dict
 
-from ..losses import LossNormalizer, kl_estimate
+from ..losses import kl_estimate
 from ..trajectory import StopReason
 from .critic_checkpoint import load_critic, save_critic
 from .critic_optimizer import CriticOptimizer
-from .critic_rows import CriticRows
+from .critic_passes import CriticPassesMixin
 from .critics import (
     AdapterCritic,
     BackboneCritic,
@@ -33,10 +31,8 @@ from .critics import (
 )
 from .grpo import GptOssGRPOTrainer
 from .kl_term import KLTerm
-from .packing import micro_batches
 from .padding_free import ROW_LENGTHS
 from .ppo_config import GptOssPPOConfig
-from .ppo_loss import PPOLossMixin
 from .ppo_targets import ppo_targets
 from .value_head import SharedCritic
 
@@ -44,7 +40,7 @@ _CUT_OFF = {StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS, S
 _NO_DECAY = re.compile(r"^head\.|bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
-class GptOssPPOTrainer(GptOssGRPOTrainer, PPOLossMixin):
+class GptOssPPOTrainer(GptOssGRPOTrainer, CriticPassesMixin):
     """PPO with a critic. Rollouts, Harmony, guards, rewards, the ratio and resumption are [`GptOssGRPOTrainer`]'s.
 
     Arguments are those of [`GptOssGRPOTrainer`], with a [`GptOssPPOConfig`]. Evaluation samples and scores; it does not
@@ -55,7 +51,7 @@ class GptOssPPOTrainer(GptOssGRPOTrainer, PPOLossMixin):
         `_prepare_for_training`: the critic is prepared after the policy, and loaded with it.
         `_prepare_inputs`: the denominators of a mini-batch.
         `_compute_loss`: a shared critic watches the forward. The loss is [`PPOLossMixin`]'s, below rollout correction,
-            packing and the ratio.
+            packing and the ratio. Passes of the critic alone are [`CriticPassesMixin`]'s.
         `training_step`: the critic's part of a micro-batch; steps of the critic alone.
         `_save`, `merge_and_push`: keep the critic's adapter out of what is saved.
         `_save_optimizer_and_scheduler`: the critic goes into checkpoints.
@@ -80,7 +76,7 @@ class GptOssPPOTrainer(GptOssGRPOTrainer, PPOLossMixin):
         super().__init__(*args, **kwargs)
         self.critic = self._make_critic()
         self.kl_term = KLTerm(self.args, self._sum_over_ranks)
-        self._critic_optimizer: CriticOptimizer | None = None
+        self._critic_optimizer = None
         self._micro_batch: dict[str, torch.Tensor] | None = None
         self.add_callback(_AfterOptimizerStep(self))
 
@@ -230,33 +226,6 @@ class GptOssPPOTrainer(GptOssGRPOTrainer, PPOLossMixin):
                 logps.append(self._eval_logps(chunk))
         return torch.cat(values), torch.cat(logps) if logps else None
 
-    def _evaluate_critic(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """(B, T + 1) values of own rows, within the token budget; ranks run as many forwards as the one with most."""
-        count = len(batch["completion_ids"])
-        parts, lengths = [list(range(count))], None
-        if self._padding_free:
-            lengths = batch[ROW_LENGTHS].tolist()
-            parts = micro_batches([sum(row) for row in lengths], self.args.max_tokens_per_micro_batch)
-        values = torch.zeros(count, batch["completion_ids"].shape[1] + 1, device=self.accelerator.device)
-        with self._evaluating(), self.critic.in_use(self.model):
-            for number in range(self._most(len(parts))):
-                part = parts[min(number, len(parts) - 1)]
-                rows = {name: x[part] for name, x in batch.items()}
-                packed = None if lengths is None else [lengths[row] for row in part]
-                values[part] = self.critic.values(self.model, CriticRows(rows, packed))
-        return values
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        training = self.model.training
-        self.model.eval()
-        self.critic.train(False)
-        try:
-            yield
-        finally:
-            self.model.train(training)
-            self.critic.train(training)
-
     # ---- a micro-batch ----
 
     def _set_up_padding_free(self, enabled: bool) -> None:
@@ -271,21 +240,9 @@ class GptOssPPOTrainer(GptOssGRPOTrainer, PPOLossMixin):
         inputs = super()._prepare_inputs(generation_batch)
         if self.model.training and self._step % self.args.gradient_accumulation_steps == 0:
             self.kl_term.start_mini_batch()
-            self._normalizers = (self._count("policy_mask"), self._count("value_mask"))
+            slices = self._mini_batch(self._step)
+            self._normalizers = (self._count(slices, "policy_mask"), self._count(slices, "value_mask"))
         return inputs
-
-    def _count(self, mask_name: str) -> LossNormalizer:
-        """Denominators for the mini-batch that begins now: its micro-batches on all ranks."""
-        first = self._step % self.args.steps_per_generation
-        slices = self._buffered_inputs[first : first + self.args.gradient_accumulation_steps]
-        fixed = self.args.loss_normalization == "fixed_length"
-        return LossNormalizer.from_mask(
-            torch.cat([s[mask_name] for s in slices]),
-            self.args.loss_normalization,
-            reduce=self._sum_over_ranks,
-            length=self.max_completion_length if fixed else None,
-            averaged=self.accelerator.num_processes,
-        )
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """Around everything that may run the policy's forward, which a shared critic reads from."""
@@ -302,36 +259,21 @@ class GptOssPPOTrainer(GptOssGRPOTrainer, PPOLossMixin):
         if warming_up:
             return self._train_critic_only(model, inputs)
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if self.critic.has_forward:
-            self._train_critic(model, self._micro_batch)
+        if self.critic.has_forward and not self._critic_has_passes:
+            self._train_critic(model, self._micro_batch, last=self.accelerator.sync_gradients)
         self._micro_batch = None
         return loss
 
     def _train_critic_only(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """A micro-batch of the warm-up. The policy gets no gradient, so that its optimizer passes over it."""
         model.train()
-        self._train_critic(model, self._prepare_inputs(inputs))
+        inputs = self._prepare_inputs(inputs)
+        if not self._critic_has_passes:
+            self._train_critic(model, inputs, last=self.accelerator.sync_gradients)
         self._step += 1
         if self.accelerator.sync_gradients and self._generated_at == self.state.global_step:
             self._generated_at += 1  # after this step the weights are still those that sampled the batch
         return torch.zeros((), device=self.accelerator.device)
-
-    def _train_critic(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """Forward and backward of the critic, in the same parts as the policy's: all rows, or its turns."""
-        self.critic.train(True)
-        parts = [(inputs, CriticRows(inputs), True, 1.0)]
-        if self._padding_free:
-            group = self._sequence_group
-            parts = [(t.inputs, CriticRows(t.inputs, t.lengths, group), t.own, t.scale) for t in self._turns(inputs)]
-        counts = torch.zeros(3, device=self.accelerator.device)
-        for number, (batch, rows, own, scale) in enumerate(parts, 1):
-            last = number == len(parts)
-            with self.critic.in_use(model), self._critic_optimizer.accumulating(last):
-                loss, found = self._value_loss(self.critic.values(model, rows), batch)
-                self._critic_optimizer.backward(loss * scale, last)
-            if own:
-                counts += found
-        self._log_values(counts)
 
 
 class _AfterOptimizerStep(TrainerCallback):
@@ -343,5 +285,11 @@ class _AfterOptimizerStep(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        for name, value in {**self.trainer._critic_optimizer.step(), **self.trainer.kl_term.step()}.items():
-            self.trainer._metrics["train"][name].append(value)
+        trainer = self.trainer
+        if trainer._critic_has_passes:
+            trainer._critic_passes()
+        else:
+            trainer._critic_step()
+        trainer._critic_optimizer.advance_schedule()
+        for name, value in trainer.kl_term.step().items():
+            trainer._metrics["train"][name].append(value)

@@ -57,6 +57,12 @@ class GptOssPPOConfig(GptOssGRPOConfig):
             Learning rate of the critic, on the schedule of the policy. `None`: `learning_rate`.
         critic_warmup_steps (`int`, *optional*, defaults to `0`):
             Optimizer steps at the beginning that train the critic only. They count as steps of the run.
+        critic_epochs (`int`, *optional*, defaults to `1`):
+            Passes of the critic over a mini-batch for one of the policy. The policy stays on-policy: its step comes first, and
+            values are asked for when a batch has been generated. Not with `critic="shared"`, which has no forward of its own.
+        critic_mini_batches (`int`, *optional*, defaults to `1`):
+            Updates of the critic in one pass: a mini-batch is divided into as many groups of micro-batches. Divides
+            `gradient_accumulation_steps`. Not with `critic="shared"`.
         critic_detach (`bool`, *optional*, defaults to `False`):
             With `critic="shared"`: keep the value loss from the policy's weights and train the head only.
         value_coef (`float`, *optional*, defaults to `0.1`):
@@ -110,6 +116,12 @@ class GptOssPPOConfig(GptOssGRPOConfig):
     )
     critic_warmup_steps: int = field(
         default=0, metadata={"help": "Optimizer steps at the beginning that train the critic only."}
+    )
+    critic_epochs: int = field(
+        default=1, metadata={"help": "Passes of the critic over a mini-batch for one of the policy."}
+    )
+    critic_mini_batches: int = field(
+        default=1, metadata={"help": "Updates of the critic in one pass; divides gradient_accumulation_steps."}
     )
     critic_detach: bool = field(
         default=False, metadata={"help": "With critic='shared': the value loss does not reach the policy's weights."}
@@ -175,6 +187,12 @@ class GptOssPPOConfig(GptOssGRPOConfig):
                 f"of mini-batches of gradient_accumulation_steps={self.gradient_accumulation_steps}. Set "
                 "steps_per_generation to a multiple of gradient_accumulation_steps (the default is one mini-batch)."
             )
+        if self.gradient_accumulation_steps % self.critic_mini_batches:
+            raise ValueError(
+                f"critic_mini_batches={self.critic_mini_batches} does not divide the "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps} micro-batches of a mini-batch. Set "
+                "gradient_accumulation_steps to a multiple of it, with a smaller per_device_train_batch_size."
+            )
         if self.fp16:
             raise ValueError(
                 "fp16=True needs one loss scaler for two optimizers, which is not supported. Use bf16=True, or neither."
@@ -218,6 +236,14 @@ class GptOssPPOConfig(GptOssGRPOConfig):
                 raise ValueError(f"{name} is {getattr(self, name)}, expected a number in [0, 1].")
         if self.critic_warmup_steps < 0:
             raise ValueError(f"critic_warmup_steps is {self.critic_warmup_steps}, it must be at least 0.")
+        for name in ("critic_epochs", "critic_mini_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 1.")
+            if getattr(self, name) > 1 and self.critic == "shared":
+                raise ValueError(
+                    f"{name}={getattr(self, name)} needs a critic with a forward of its own, but critic='shared' reads the "
+                    "policy's. Use critic='separate' or 'lora'."
+                )
         for name, least in (("value_clip", 0), ("dual_clip", 1), ("critic_learning_rate", 0), ("value_coef", 0)):
             value = getattr(self, name)
             if value is not None and not value > least:

@@ -1,0 +1,116 @@
+"""How fast a critic learns by its updates per batch: `make retool ALGORITHM=ppo` on the tiny model, one row per step.
+
+    python benchmarks/ppo/critic_updates.py --out benchmarks/ppo/critic_updates.csv --seed 0 --steps 30 \
+        -- --critic_epochs 2 --critic_mini_batches 4 --critic_learning_rate 1e-3
+
+What stands behind `--` goes to examples/retool.py. A calculator in the same process takes the sandbox's place, so that it runs
+where sandboxes cannot be made.
+"""
+
+import argparse
+import ast
+import csv
+import datetime
+import operator
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import retool  # noqa: E402
+
+from trl_gptoss import GptOssPPOTrainer  # noqa: E402
+from trl_gptoss.environments.executor import ExecutionResult, register_executor  # noqa: E402
+
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+SETTINGS = ("critic_epochs", "critic_mini_batches", "critic_learning_rate", "critic_warmup_steps", "lr_scheduler_type")
+FIELDS = ["date", "commit", "machine", "torch", "seed", *SETTINGS, "step", "reward", "explained_variance"]
+
+
+class Calculator:
+    """Executes sums, differences and products of integers."""
+
+    def probe(self) -> None:
+        """It runs everywhere."""
+
+    def run(self, code: str, *, timeout: float, output_limit: int) -> ExecutionResult:
+        try:
+            return ExecutionResult(text=f"{value(ast.parse(code.strip(), mode='eval').body)}\n")
+        except (SyntaxError, ValueError) as error:
+            return ExecutionResult(text=f"{type(error).__name__}: {error}\n"[:output_limit], failed=True)
+
+    def session(self) -> Any:
+        raise NotImplementedError("a calculator has no variables; leave `stateful` off")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def value(node: ast.expr) -> int:
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](value(node.left), value(node.right))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -value(node.operand)
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    raise ValueError("only sums, differences and products of integers")
+
+
+class Recorder(TrainerCallback):
+    """One row per step, written at once."""
+
+    def __init__(self, path: Path, machine: str) -> None:
+        self.path = path
+        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        commit = os.environ.get("BENCHMARK_COMMIT", git.stdout.strip())
+        today = datetime.date.today().isoformat()
+        self.stamp = {"date": today, "commit": commit, "machine": machine, "torch": torch.__version__}
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        logs = state.log_history[-1]
+        if "explained_variance" not in logs:
+            return
+        measured = {name: round(logs[name], 4) for name in ("reward", "explained_variance")}
+        settings = {name: getattr(args, name) for name in SETTINGS}
+        new = not self.path.exists()
+        with self.path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            if new:
+                writer.writeheader()
+            writer.writerow({**self.stamp, "seed": args.seed, **settings, "step": logs["step"], **measured})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="CSV file to append to")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--machine", default=f"{os.cpu_count()} CPU cores", help="what the column says")
+    parser.add_argument("settings", nargs="*", help="for examples/retool.py")
+    args = parser.parse_args()
+    register_executor("calculator", Calculator)
+    recorder = Recorder(args.out, args.machine)
+
+    class Trainer(GptOssPPOTrainer):
+        def __init__(self, *positional: Any, **named: Any) -> None:
+            super().__init__(*positional, **named)
+            self.add_callback(recorder)
+
+    retool.ALGORITHMS["ppo"] = (retool.GptOssPPOConfig, Trainer)
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = ["--config", str(ROOT / "configs/recipes/tiny_ppo.yaml"), "--output_dir", folder]
+        recipe += ["--seed", str(args.seed), "--max_steps", str(args.steps), "--executor", "calculator"]
+        recipe += ["--held_out_size", "0", "--log_completions", "false", "--use_cpu", "true"]
+        retool.main(*retool.parse([*recipe, *args.settings]))
+
+
+if __name__ == "__main__":
+    main()
