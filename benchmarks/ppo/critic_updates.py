@@ -32,7 +32,7 @@ from trl_gptoss.environments.executor import ExecutionResult, register_executor 
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 SETTINGS = ("critic_epochs", "critic_mini_batches", "critic_learning_rate", "critic_warmup_steps", "lr_scheduler_type")
-FIELDS = ["date", "commit", "machine", "torch", "seed", *SETTINGS, "step", "reward", "explained_variance"]
+FIELDS = ["date", "commit", "machine", "torch", "executor", "seed", *SETTINGS, "step", "reward", "explained_variance"]
 
 
 class Calculator:
@@ -85,7 +85,16 @@ class Recorder(TrainerCallback):
             writer = csv.DictWriter(file, FIELDS)
             if new:
                 writer.writeheader()
-            writer.writerow({**self.stamp, "seed": args.seed, **settings, "step": logs["step"], **measured})
+            writer.writerow(
+                {
+                    **self.stamp,
+                    "executor": args.executor,
+                    "seed": args.seed,
+                    **settings,
+                    "step": logs["step"],
+                    **measured,
+                }
+            )
 
 
 def main() -> None:
