@@ -436,9 +436,9 @@ def test_the_adapter_critic_leaves_the_policys_parameters_alone(tmp_path):
     seen = {}
     train_critic = trainer._train_critic
 
-    def watch(model, inputs):
+    def watch(model, inputs, last):
         before = {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
-        train_critic(model, inputs)
+        train_critic(model, inputs, last)
         after = {n: p.grad for n, p in trainer.model.named_parameters() if p.grad is not None and ".critic." not in n}
         seen["same"] = before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in after)
         seen["critic"] = list(trainer._critic_optimizer._set_aside)
