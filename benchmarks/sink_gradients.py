@@ -96,7 +96,7 @@ def main() -> None:
                 model.zero_grad()
                 model.set_attn_implementation(name)
                 row |= measure(model, sequences, exact, exact_grads)
-            except (ImportError, ValueError, RuntimeError, NotImplementedError, OSError) as error:
+            except (ImportError, ValueError, RuntimeError, NotImplementedError, OSError, AssertionError) as error:
                 row["refused"] = f"{type(error).__name__}: {' '.join(str(error).split())[:90]}"
             rows.append(row)
             print(row, flush=True)
