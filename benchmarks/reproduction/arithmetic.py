@@ -41,6 +41,25 @@ class ArithmeticExecutor:
         """Nothing of its own; the executor behind is shared by the process."""
 
 
+class NothingElse:
+    """An executor for machines that allow no sandbox: it runs no code at all."""
+
+    def probe(self) -> None:
+        """It needs nothing."""
+
+    def run(self, code: str, *, timeout: float, output_limit: int) -> ExecutionResult:
+        return ExecutionResult(text="only a+b, a-b and a*b can be computed here\n", failed=True)
+
+    def session(self) -> Session:
+        raise NotImplementedError("there is no interpreter that could keep its variables")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+register_executor("none", NothingElse)
+
+
 def register_arithmetic(behind: str) -> str:
     """Register an [`ArithmeticExecutor`] in front of the executor of the name `behind`, and return its own name.
 

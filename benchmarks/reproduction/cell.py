@@ -361,7 +361,7 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
     """Where things are, and how the policy's code runs."""
     parser.add_argument("--work", type=Path, default=Path("outputs/reproduction/cells"), help="checkpoints")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="finished CSVs")
-    parser.add_argument("--executor", default="bubblewrap", help="of the Python tool")
+    parser.add_argument("--executor", default="bubblewrap", help="of the Python tool; none: sums only")
 
 
 def main() -> int:

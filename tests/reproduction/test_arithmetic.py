@@ -47,5 +47,7 @@ def test_it_is_found_under_its_name():
     executor = get_executor(name)
     assert isinstance(executor, ArithmeticExecutor) and executor.behind is get_executor("bubblewrap")
     assert executor.run("print(46 + 17)", **LIMITS).text == "63\n"
+    only_sums = get_executor(register_arithmetic("none"))
+    assert only_sums.run("3*4", **LIMITS).text == "12\n" and only_sums.run("print(1)", **LIMITS).failed
     with pytest.raises(ValueError, match="Unknown executor"):
         register_arithmetic("chalk")
