@@ -15,11 +15,13 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from arithmetic import register_arithmetic
 from causes import CAUSES, CORRECTIONS, Cause, cause
 from faults import register_fault
 from machine import COLUMNS, machine_info
@@ -163,6 +165,16 @@ def config_of(cell: Cell, out: Path, executor: str) -> GptOssGRPOConfig:
     )
 
 
+class Progress(TrainerCallback):
+    """Writes the rows so far after every step: they outlive a machine that is taken away."""
+
+    def __init__(self, write: Callable[[list[dict[str, Any]]], None]) -> None:
+        self.write = write
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.write(state.log_history)
+
+
 class TimeBudget(TrainerCallback):
     """Saves and stops after the step in which the time is up."""
 
@@ -264,8 +276,9 @@ def run_cell(cell: Cell, model: Path, work: Path, results: Path, executor: str, 
         cell ([`Cell`]): which.
         model (`Path`): what `pretrain.py` made.
         work (`Path`): checkpoints go to `work / cell.name`.
-        results (`Path`): the CSV goes to `results / (cell.name + ".csv")` once all steps are done.
-        executor (`str`): of the Python tool.
+        results (`Path`): the CSV goes to `results / (cell.name + ".csv")` once all steps are done; until then its rows
+            are in `work / cell.name / "unfinished.csv"`.
+        executor (`str`): of the Python tool; plain sums are computed without it, see `arithmetic.py`.
         budget (`float`, *optional*): seconds after which no further step is begun.
 
     Returns:
@@ -291,6 +304,8 @@ def run_cell(cell: Cell, model: Path, work: Path, results: Path, executor: str, 
     # The trainer would take one more step after the last one: a run whose last measurement is missing is only measured.
     trained = last_complete_checkpoint(str(out), 1) if any(out.glob("checkpoint-*")) else None
     all_steps = trained is not None and trained.endswith(f"-{cell.steps}")
+    if cell.task == "tool":
+        executor = register_arithmetic(executor)
     trainer, outcomes, held_out = make_trainer(cell, Path(trained) if all_steps else model, out, executor)
 
     def remember(name: str) -> None:
@@ -312,6 +327,8 @@ def run_cell(cell: Cell, model: Path, work: Path, results: Path, executor: str, 
     if all_steps:
         trainer.state = TrainerState.load_from_json(str(Path(trained) / "trainer_state.json"))
     else:
+        unfinished = out / "unfinished.csv"
+        trainer.add_callback(Progress(lambda logs: write_csv(unfinished, rows_of(cell, about, logs, measured))))
         if deadline is not None:
             trainer.add_callback(TimeBudget(deadline))
         trainer.train(resume_from_checkpoint=trained)
@@ -344,7 +361,7 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
     """Where things are, and how the policy's code runs."""
     parser.add_argument("--work", type=Path, default=Path("outputs/reproduction/cells"), help="checkpoints")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="finished CSVs")
-    parser.add_argument("--executor", default="bubblewrap", help="of the Python tool")
+    parser.add_argument("--executor", default="bubblewrap", help="of the Python tool; none: sums only")
 
 
 def main() -> int:

@@ -1,5 +1,6 @@
 """What a row of results says about where it comes from."""
 
+import os
 import platform
 import subprocess
 from datetime import date
@@ -21,7 +22,10 @@ def _output(command: list[str]) -> str:
 
 
 def commit() -> str:
-    """The short hash of the checkout, with "+" if tracked files differ from it, or "unknown" outside of git."""
+    """The short hash of the checkout, with "+" if tracked files differ from it. A copy without git history takes it from
+    BENCHMARK_COMMIT, and is "unknown" without that."""
+    if told := os.environ.get("BENCHMARK_COMMIT"):
+        return told
     found = _output(["git", "describe", "--always", "--match=", "--dirty=+"])
     return found or "unknown"
 

@@ -27,7 +27,7 @@ from results import Result, read_result
 
 HERE = Path(__file__).resolve().parent
 GRACE = 30  # seconds that a cell gets to save when the time is up
-MARGIN = 60  # seconds before the end at which a cell stops training: the last measurement, and saving
+MARGIN = 60  # seconds before that at which a cell stops training: the last measurement, and saving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +135,7 @@ def run(
     executor: str,
     budget: float,
     jobs: int = 1,
+    margin: float = MARGIN,
 ) -> dict[str, Path]:
     """Run what is not finished until the time is up.
 
@@ -144,6 +145,7 @@ def run(
         work, results, executor: see `cell.run_cell`.
         budget (`float`): seconds for all of them.
         jobs (`int`, *optional*, defaults to 1): how many run at the same time.
+        margin (`float`, *optional*, defaults to `MARGIN`): seconds that a cell keeps for its last measurement.
 
     Returns:
         `dict[str, Path]`: the logs of those that failed.
@@ -151,6 +153,7 @@ def run(
     deadline = time.monotonic() + budget
     waiting = iter([cell for cell in cells if finished(cell, results) is None])
     failed: dict[str, Path] = {}
+    grace = min(GRACE, margin)
     lock, interrupted = threading.Lock(), threading.Event()
 
     def worker() -> None:
@@ -158,12 +161,12 @@ def run(
             with lock:
                 cell = next(waiting, None)
             left = deadline - time.monotonic()
-            if cell is None or left < 2 * MARGIN:
+            if cell is None or left < 2 * margin:
                 return
             print(f"{cell.name} ...", flush=True)
             log = work / f"{cell.name}.log"
-            line = command(cell, models[CAUSES[cell.cause].dense], work, results, executor, left - MARGIN - GRACE)
-            if run_one(line, log, left - GRACE, max(1, os.cpu_count() // jobs)) not in (0, UNFINISHED):
+            line = command(cell, models[CAUSES[cell.cause].dense], work, results, executor, left - margin - grace)
+            if run_one(line, log, left - grace, max(1, os.cpu_count() // jobs)) not in (0, UNFINISHED):
                 failed[cell.name] = log
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -187,6 +190,9 @@ def main() -> int:
     parser.add_argument("--strengths", type=float, nargs="*", default=[0.1, 0.3], help="see cell.py")
     parser.add_argument("--budget", type=float, default=560, help="seconds of this call")
     parser.add_argument("--jobs", type=int, default=1, help="cells that run at the same time")
+    parser.add_argument(
+        "--margin", type=float, default=MARGIN, help="seconds of it for the last measurement of a cell"
+    )
     parser.add_argument("--list", action="store_true", help="only print the table")
     add_cell_arguments(parser, leave_out=("task", "cause", "seed", "strength"))
     add_place_arguments(parser)
@@ -204,7 +210,15 @@ def main() -> int:
     places = {name: args[name] for name in ("work", "results")}
     if not args["list"]:
         models = {False: args["model"], True: args["dense"]}
-        failed = run(cells, models, executor=args["executor"], budget=args["budget"], jobs=args["jobs"], **places)
+        failed = run(
+            cells,
+            models,
+            executor=args["executor"],
+            budget=args["budget"],
+            jobs=args["jobs"],
+            margin=args["margin"],
+            **places,
+        )
     print(table(cells, failed=failed, **places))
     missing = sum(finished(cell, args["results"]) is None for cell in cells)
     print(

@@ -5,6 +5,7 @@ import importlib
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
@@ -149,6 +150,33 @@ def test_figures_are_those_of_the_rows():
 
 
 @pytest.mark.slow
+def test_the_articles_fixes_name_settings_that_exist(tmp_path):
+    """docs/reproduction.md: the second column of its first table, and the defaults of the third."""
+    from trl import ModelConfig
+
+    text = (ROOT / "docs/reproduction.md").read_text(encoding="utf-8")
+    rows = re.search(r"\| what the article says \|[^\n]*\n\|[-|]*\n((?:\|.*\n)+)", text)[1].splitlines()
+    assert len(rows) >= 13
+    of_the_model = {f.name for f in fields(ModelConfig)} | {"experts_implementation"}  # arguments of from_pretrained
+    of_the_trainer = {f.name: f for f in fields(trl_gptoss.GptOssGRPOConfig)}
+    values = {}
+    for row in rows:
+        setting, default = row.strip("|").rsplit("|", 2)[1:]
+        code = [part for part in re.findall(r"`([^`]+)`", setting) if not re.search(r"[(/]", part)]
+        names = [part.split(":")[0] for part in code if part not in ("auto",)]
+        assert names or "SglangBackend" in row or "the same" in setting, row
+        for name in names:
+            assert name in of_the_model or name in of_the_trainer, name
+        values |= {name: value for part in code if ":" in part for name, value in yaml.safe_load(part).items()}
+        if len(names) == 1 and names[0] in of_the_trainer and default.strip():
+            found = of_the_trainer[names[0]].default
+            assert default.strip(" `") == str(found).lower(), row
+    trainer = {name: value for name, value in values.items() if name in of_the_trainer}
+    assert trainer["on_policy"] == "force" and len(trainer) >= 6
+    args = trl_gptoss.GptOssGRPOConfig(str(tmp_path), use_vllm=True, use_cpu=True, bf16=False, **trainer)
+    assert {name: getattr(args, name) for name in trainer} == trainer
+
+
 def test_the_site_builds_and_its_links_resolve(tmp_path):
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")

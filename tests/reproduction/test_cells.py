@@ -1,5 +1,6 @@
 """Runs of the harness on the CPU, with a model that is not trained: what reaches the trainer, and what is written down."""
 
+import csv
 import json
 import subprocess
 import sys
@@ -166,6 +167,10 @@ def test_a_run_in_parts_is_the_run_in_one(folders, tmp_path, monkeypatch):
     cell = Cell(task="single_turn", cause="no_sinks", **{**SMALL, "steps": 3})
     places = {"work": tmp_path / "work", "results": tmp_path / "results", "executor": "bubblewrap"}
     assert [run_cell(cell, folders[False], budget=0.0, **places) for _ in range(2)] == [False, False]
+    with (tmp_path / "work" / cell.name / "unfinished.csv").open(encoding="utf-8") as file:
+        so_far = list(csv.DictReader(file))
+    assert [row["step"] for row in so_far] == ["0", "1", "2"] and so_far[0]["accuracy"] and not so_far[2]["accuracy"]
+    assert [float(row["reward"]) for row in so_far[1:]] == [whole.curve("reward")[step] for step in (1, 2)]
 
     def crash(path, rows):
         raise KeyboardInterrupt

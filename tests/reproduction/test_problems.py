@@ -4,7 +4,19 @@ import re
 from itertools import islice
 
 import pytest
-from pretrain import CORPUS, SIZES, Phase, batches, count, dense_config, make_model, moe_config, pretrain, train
+from pretrain import (
+    CORPUS,
+    SIZES,
+    Phase,
+    batches,
+    count,
+    dense_config,
+    drawn_pool,
+    make_model,
+    moe_config,
+    pretrain,
+    train,
+)
 from problems import EVENTS, TASKS, WORDINGS, demonstrations, load_problems, problems
 from transformers import GptOssForCausalLM, Qwen3ForCausalLM
 
@@ -91,6 +103,13 @@ def test_every_feature_is_on_and_the_control_is_as_large(tokenizer):
     for kind in ("sinks", "q_proj.bias", "experts.gate_up_proj_bias", "router.bias"):
         assert any(name.endswith(kind) for name in names), kind
     assert len(tokenizer) == 640 and CORPUS > 100
+
+
+def test_the_pool_does_not_depend_on_the_number_of_processes(tokenizer):
+    alone = drawn_pool(tokenizer, 0.7, 96, seed=1)
+    assert len(alone) == 96 and alone == drawn_pool(tokenizer, 0.7, 96, seed=1, workers=3)
+    assert len({tuple(d.ids) for d in alone}) > 80  # the parts are not the same stream again
+    assert alone != drawn_pool(tokenizer, 0.7, 96, seed=2)
 
 
 @pytest.mark.parametrize("dense", [False, True])
