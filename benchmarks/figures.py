@@ -50,9 +50,21 @@ def long_rows(column: str, best: Callable[[Iterable[float]], float], title: str)
     return _draw(title, {label: [(x, best(y)) for x, y in points.items()] for label, points in found.items()})
 
 
+def mixed_rows() -> str:
+    """Log-normal lengths: real tokens per second of every optimizer step."""
+    names = {("stock", "False"): "TRL 1.16, FA4, grouped_mm, padded", ("ours", "True"): "ours, packed"}
+    steps = defaultdict(lambda: defaultdict(lambda: [0, 0.0]))
+    for row in rows("benchmarks/long_traces/mixed_h200.csv"):
+        step = steps[names.get((row["trainer"], row["packed"]), "ours, padded")][int(row["generation"])]
+        step[0] += int(row["tokens"])
+        step[1] += float(row["seconds"]) + float(row["optimizer_s"] or 0)
+    curves = {name: [(number, t / s) for number, (t, s) in found.items()] for name, found in steps.items()}
+    return _draw("GRPO step of the 20B, log-normal lengths: real tokens/s by optimizer step", curves)
+
+
 def planner() -> str:
     """Predicted and measured peak of every configuration."""
-    found = rows("benchmarks/long_traces/planner_h200.csv")
+    found = rows("benchmarks/long_traces/planner_h200.csv") + rows("benchmarks/long_traces/planner_levers_h200.csv")
     curves = {
         name: [(number, float(row[f"{name}_gib"])) for number, row in enumerate(found, 1)]
         for name in ("measured", "predicted")
@@ -78,6 +90,7 @@ def figures() -> dict[str, str]:
         "long_memory.svg": long_rows(
             "above_weights_gib", max, "GRPO step of the 20B: GiB above the weights over thousands of tokens"
         ),
+        "long_mixed.svg": mixed_rows(),
         "planner.svg": planner(),
     }
 

@@ -28,18 +28,18 @@ CONFIGURATIONS = """
 --layers 4
 --layers 4 --chunk 4096 --fused-elementwise
 --layers 6 --chunk 4096 --fused-elementwise --offload
---layers 4 --experts grouped_mm
 --layers 4 --method full
---layers 4 --fused-elementwise
---layers 4 --chunk 8192
 --layers 4 --no-checkpointing
 --layers 4 --method lora+experts
---layers 4 --method full --chunk 4096 --fused-elementwise
+--layers 2 --experts-count 128
+--layers 4 --experts grouped_mm
+--layers 4 --fused-elementwise
+--layers 4 --chunk 8192
 --layers 4 --no-checkpointing --chunk 8192 --fused-elementwise
+--layers 4 --method full --chunk 4096 --fused-elementwise
 --layers 6 --offload
 --layers 4 --tokens 8192
 --layers 4 --tokens 65536 --chunk 4096 --fused-elementwise
---layers 2 --experts-count 128
 --layers 4 --rank 128
 --layers 4 --no-checkpointing --experts grouped_mm
 --layers 12 --tokens 16384
@@ -48,9 +48,6 @@ CONFIGURATIONS = """
 
 def parser() -> argparse.ArgumentParser:
     parser = step_parser()
-    for action in parser._actions:
-        if action.dest == "generations":
-            action.required = False
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--experts-count", type=int, default=32)
     parser.add_argument("--rank", type=int, default=16)

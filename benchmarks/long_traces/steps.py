@@ -4,16 +4,19 @@
     python steps.py --trainer ours --chunk 4096 --fused-elementwise --generation 24576 24576 --out h200.csv
     python steps.py --trainer ours --rows-per-device 4 --generation 8192 2048 4096 1024 --out h200.csv \
         --then --trainer ours --rows-per-device 4 --padded --generation 8192 2048 4096 1024 --out h200.csv
+    python steps.py --trainer ours --rows-per-device 4 --mix 5 8 --out mixed_h200.csv
 
 `trainer.train()` runs as it is: a `rollout_func` returns random ids of the lengths asked for, and what follows (padding or
 packing, log-probs with the fused head, loss, backward, clipping, optimizer) is the trainer's own code. Every --generation is
-one optimizer step; the first one is a short warm-up that is not written. A line of the file is one micro-step: forward and
+one optimizer step, --mix STEPS ROWS draws the lengths of several; a short warm-up before them is not written. A line of the file is one micro-step: forward and
 backward from the moment its inputs are ready, and in `optimizer_s` the seconds of the optimizer's step behind it.
---then begins another case, with a new model in the same process. The model has the width of gpt-oss-20b and random weights; LoRA on attention, activation checkpointing, bf16.
+--then begins another case, with a new model in the same process. The model has the width of gpt-oss-20b and random weights;
+LoRA on attention, activation checkpointing, bf16.
 """
 
 import argparse
 import gc
+import math
 import signal
 import sys
 import tempfile
@@ -37,6 +40,7 @@ from trl_gptoss import GptOssGRPOConfig, GptOssGRPOTrainer
 GIB = 2**30
 PROMPT = 8  # tokens of a row that are not scored
 WARM_UP = 512  # tokens of each row of the first, unwritten step
+SHORTEST, LONGEST = 512, 16384  # tokens of a row of --mix: two standard deviations of the logarithm from the median
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 TINY = {
@@ -275,15 +279,27 @@ def write_steps(rows: Any, case: Case) -> Callable[[GRPOTrainer, list[MicroStep]
     return write
 
 
+class Mix(argparse.Action):
+    """STEPS lists of ROWS log-normal lengths, the same in every run."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        steps, rows = values
+        median, spread = math.sqrt(SHORTEST * LONGEST), math.log(LONGEST / SHORTEST) / 4
+        drawn = torch.randn(steps, rows, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        lengths = (median * (spread * drawn).exp()).round().clamp(SHORTEST, LONGEST).long().tolist()
+        namespace.generations = (namespace.generations or []) + lengths
+
+
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainer", choices=["stock", "ours"], default="ours")
     parser.add_argument("--attention", help="default: flash_attention_4 (stock), sink_fa3 (ours)")
     parser.add_argument("--experts", help="default: grouped_mm (stock), gptoss_fused (ours)")
     parser.add_argument(
-        "--generation", dest="generations", type=int, nargs="+", action="append", required=True, metavar="TOKENS",
+        "--generation", dest="generations", type=int, nargs="+", action="append", metavar="TOKENS",
         help="lengths of the rows of one optimizer step; repeat for more steps",
     )  # fmt: skip
+    parser.add_argument("--mix", dest="generations", action=Mix, type=int, nargs=2, metavar=("STEPS", "ROWS"))
     parser.add_argument("--rows-per-device", type=int, default=1, help="rows of a micro-step")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--method", choices=["lora", "lora+experts", "full"], default="lora")
@@ -314,6 +330,8 @@ def main() -> int:
     failed = 0
     for words in split_cases(sys.argv[1:]):
         values = vars(parser().parse_args(words))
+        if not values["generations"]:
+            raise SystemExit("One --generation or --mix is needed.")
         rows = Rows(values.pop("out"))
         case = Case(**values)
         try:

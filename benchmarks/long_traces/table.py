@@ -105,6 +105,28 @@ def print_mixes(rows: list[dict[str, str]]) -> None:
                     f"| {number} | {name} | {step['tokens']} / {step['padded']} | {step['seconds']:.2f} | "
                     f"{step['tokens_per_s']:.0f} | {speed} | {step['peak']:.1f} |"
                 )
+    print_later(found, stock)
+
+
+def print_later(found: dict[str, dict[int, dict[str, float]]], stock: dict[int, dict[str, float]]) -> None:
+    """All steps but the first, in which kernels are compiled, as one."""
+
+    def rate(steps: dict[int, dict[str, float]]) -> float:
+        tokens, seconds = (sum(step[n] for step in steps.values()) for n in ("tokens", "seconds"))
+        return tokens / seconds
+
+    later = {name: {n: step for n, step in steps.items() if n > 0} for name, steps in found.items()}
+    reference = {n: step for n, step in stock.items() if n > 0}
+    for name, steps in later.items():
+        if steps:
+            tokens, padded, seconds = (
+                sum(step[n] for step in steps.values()) for n in ("tokens", "padded", "seconds")
+            )
+            speed = f"{rate(steps) / rate(reference):.2f}x" if reference else ""
+            peak = max(step["peak"] for step in steps.values())
+            print(
+                f"| after 0 | {name} | {tokens} / {padded} | {seconds:.2f} | {rate(steps):.0f} | {speed} | {peak:.1f} |"
+            )
 
 
 def print_planner(rows: list[dict[str, str]]) -> None:

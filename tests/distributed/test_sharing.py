@@ -20,7 +20,7 @@ TENSORS = {"full": 37, "lora": 18}
 CONFIGS = Path(__file__).parents[2] / "configs/accelerate"
 
 
-def launch(folder, cells, processes=4, timeout=280, zero3=False):
+def launch(folder, cells, processes=4, timeout=280, zero3=False, script=SCRIPT):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -31,7 +31,7 @@ def launch(folder, cells, processes=4, timeout=280, zero3=False):
     if not zero3:
         environment["ACCELERATE_USE_CPU"] = "true"
     done = subprocess.run(
-        [*command, str(SCRIPT), str(folder), *cells], env=environment, capture_output=True, text=True, timeout=timeout
+        [*command, str(script), str(folder), *cells], env=environment, capture_output=True, text=True, timeout=timeout
     )
     assert done.returncode == 0, done.stderr[-6000:]
     return {c: [json.loads((folder / f"{c}_{rank}.json").read_text()) for rank in range(processes)] for c in cells}

@@ -126,7 +126,7 @@ def test_a_model_without_such_layers_is_refused():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu_checkpoints_leave_and_gradients_stay():
-    tokens, results = 8192, {}
+    tokens, held, found = 8192, {}, {}
     for offload in (False, True):
         torch.manual_seed(0)
         model = tiny_model().to("cuda", torch.bfloat16).train()
@@ -134,16 +134,17 @@ def test_on_a_gpu_checkpoints_leave_and_gradients_stay():
         if offload:
             CheckpointOffload(model, min_bytes=1)
         ids = torch.randint(0, 100, (1, tokens), generator=torch.Generator().manual_seed(0)).cuda()
-        for _ in range(2):  # the second time buffers are used again
+        for _ in range(2):  # the second time buffers are used again, and cuBLAS has its workspace
             model.zero_grad()
-            loss = model(input_ids=ids, labels=ids, use_cache=False, logits_to_keep=1).logits.float().sum()
             torch.cuda.synchronize()
-            held = torch.cuda.memory_allocated()
+            before = torch.cuda.memory_allocated()
+            loss = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits.float().square().sum()
+            torch.cuda.synchronize()
+            held[offload] = torch.cuda.memory_allocated() - before
             loss.backward()
-        results[offload] = [p.grad.clone() for p in model.parameters() if p.grad is not None], held
-        checkpoints = tokens * model.config.hidden_size * 2 * model.config.num_hidden_layers
-        del loss, model
-    (expected, whole), (found, held) = results[False], results[True]
-    assert held - sum(g.numel() * 2 for g in expected) <= whole - 0.9 * checkpoints
-    for a, b in zip(expected, found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+        found[offload] = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    checkpoints = tokens * model.config.hidden_size * 2 * model.config.num_hidden_layers
+    assert held[False] >= checkpoints and held[True] <= held[False] - 0.9 * checkpoints, held
+    assert found[True].keys() == found[False].keys()
+    for name, gradient in found[False].items():
+        torch.testing.assert_close(found[True][name], gradient, rtol=1e-2, atol=1e-2 * gradient.abs().max().item())

@@ -1,0 +1,134 @@
+"""States and activations of a train step added up at its worst moment. All sizes in bytes, activations in bfloat16."""
+
+from dataclasses import dataclass, field, replace
+
+from .layer import head_bytes, layer_modules, value_head_bytes
+from .setup import TrainSetup
+from .shape import FLOAT, GIB, HALF, ModelShape
+
+_EIGHT_BIT = 2 * (1 + FLOAT / 256)  # two states, each with one fp32 scale for 256 entries (bitsandbytes)
+_CHECKPOINTS_ON_GPU = 2  # with activation_offloading: the layer's own and the one fetched ahead
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class MemoryPrediction:
+    """Bytes per GPU.
+
+    Args:
+        parts (`dict[str, int]`): What is alive at the peak.
+        worst (`str`): The module at work at the peak.
+    """
+
+    parts: dict[str, int] = field(default_factory=dict)
+    worst: str = ""
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def activations(self) -> int:
+        """The part that grows with the tokens."""
+        return sum(
+            size for name, size in self.parts.items() if name in ("checkpoints", "layer at work", "saved layers")
+        )
+
+
+def predict_memory(shape: ModelShape, setup: TrainSetup) -> MemoryPrediction:
+    """Peak memory of a train step (forward and backward of one micro-batch, states of the optimizer present).
+
+    Args:
+        shape (`ModelShape`): The model.
+        setup (`TrainSetup`): The settings.
+
+    Returns:
+        `MemoryPrediction`: Parts and worst moment.
+    """
+    parts = _states(shape, setup)
+    passes = {"": _pass(shape, setup, head_bytes(shape, setup))}
+    if setup.critic in ("separate", "lora"):
+        of_critic = replace(setup, method="full") if setup.critic == "separate" else setup
+        passes["critic: "] = _pass(shape, of_critic, value_head_bytes(shape, of_critic))
+    name = max(passes, key=lambda name: sum(passes[name].parts.values()))
+    parts |= passes[name].parts
+    worst = name + passes[name].worst
+    if setup.sharding != "none":
+        unsharded = 2 * shape.layer_parameters * HALF  # the layer at work and the one fetched ahead
+        if setup.method == "full":
+            unsharded += shape.layer_parameters * (FLOAT if setup.master_weights else HALF)
+        parts["gathered layers"] = max(unsharded, shape.embedding_parameters * HALF)
+    return MemoryPrediction(parts={name: round(size) for name, size in parts.items() if size}, worst=worst)
+
+
+def _pass(shape: ModelShape, setup: TrainSetup, head: float) -> MemoryPrediction:
+    """Activations of one forward and backward; `head` are the bytes that the head of the model is at work with."""
+    hidden = HALF * shape.hidden_size * setup.local_tokens
+    modules = layer_modules(shape, setup)
+    layer = sum(saved for _, saved, _ in modules)
+    candidates = {"head": head}
+    alive = layer
+    for name, saved, working in reversed(modules):
+        candidates[name] = alive + working
+        alive -= saved
+    worst = max(candidates, key=candidates.__getitem__)
+    if setup.activation_checkpointing:
+        kept = min(shape.num_layers, _CHECKPOINTS_ON_GPU) if setup.activation_offloading else shape.num_layers
+        parts = {"checkpoints": kept * hidden, "layer at work": candidates[worst]}
+    elif worst == "head":
+        parts = {"saved layers": shape.num_layers * layer, "layer at work": candidates[worst]}
+    else:
+        parts = {"saved layers": (shape.num_layers - 1) * layer, "layer at work": max(candidates[worst], layer + head)}
+    return MemoryPrediction(parts=parts, worst=worst)
+
+
+def _states(shape: ModelShape, setup: TrainSetup) -> dict[str, float]:
+    weights = shape.parameters * HALF
+    if setup.method == "full":
+        width = FLOAT if setup.master_weights else HALF
+        trained = shape.parameters
+        parts = {"weights": trained * width / setup.shards}
+    else:
+        width, trained = FLOAT, lora_parameters(shape, setup.lora_rank, setup.lora_experts)
+        parts = {"weights": weights / setup.shards, "adapters": trained * width / setup.shards}
+    parts["gradients"] = trained * width / setup.shards
+    parts["optimizer"] = _optimizer_states(shape, setup, trained, width) / setup.shards
+    parts["critic"] = _critic_states(shape, setup) / setup.shards
+    parts["further models"] = setup.extra_models * weights / setup.shards
+    parts["engine"] = setup.engine_gib * GIB
+    return parts
+
+
+def _critic_states(shape: ModelShape, setup: TrainSetup) -> int:
+    """Weights, gradients and optimizer of the critic beside its value head, whose few thousand parameters do not count."""
+    if setup.critic not in ("separate", "lora"):
+        return 0
+    if setup.critic == "separate":  # a model without language head
+        trained = shape.parameters - (0 if shape.tied else shape.embedding_parameters)
+        width = FLOAT if setup.master_weights else HALF
+    else:
+        trained, width = lora_parameters(shape, setup.lora_rank, setup.lora_experts), FLOAT
+    embedding = shape.embedding_parameters if setup.critic == "separate" else 0
+    return round(trained * 2 * width + _optimizer_states(shape, setup, trained, width, embedding))
+
+
+def _optimizer_states(
+    shape: ModelShape, setup: TrainSetup, trained: int, width: int, embedding: int | None = None
+) -> float:
+    """Bytes of the states for `trained` parameters of `width` bytes, of which `embedding` are the input embedding's."""
+    if setup.optimizer_bytes is not None:
+        return trained * setup.optimizer_bytes
+    if setup.optimizer == "adamw":
+        return trained * 2 * width
+    if embedding is None:
+        embedding = shape.embedding_parameters if setup.method == "full" else 0
+    return (trained - embedding) * _EIGHT_BIT + embedding * 2 * FLOAT
+
+
+def lora_parameters(shape: ModelShape, rank: int, experts: bool) -> int:
+    """Parameters of LoRA adapters on q, k, v and o, and on the experts if asked."""
+    h, a, kv = shape.hidden_size, shape.attention_width, shape.kv_width
+    layer = rank * ((h + a) + 2 * (h + kv) + (a + h))
+    if experts:
+        i = shape.intermediate_size
+        layer += rank * shape.num_experts * ((h + 2 * i) + (i + h))
+    return layer * shape.num_layers
