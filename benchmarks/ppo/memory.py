@@ -1,12 +1,14 @@
 """Peak memory of PPO updates with each critic at the width of GPT-OSS-20B, part by part, against the planner.
 
-    python benchmarks/ppo/memory.py --out benchmarks/ppo/memory_h200.csv     # one H200, about two minutes
+    python benchmarks/ppo/memory.py --out benchmarks/ppo/memory_h200.csv     # one H200, up to 94 GiB
     python benchmarks/ppo/memory.py --width tiny --tokens 256 --out -        # tries the script out, on a CPU too
 
 The trainer is the real one; random tokens take the place of generation. LoRA runs all 24 layers. What is trained in full does not
-fit on one GPU with 24, so it runs with two depths, whose difference is what a layer costs. Columns `*_gib`: states in use
-after a step (`policy`, `critic`: weights; `gradients` and `optimizer` of both), then the peaks of the four phases of a step
-(`values`: the critic's forward over the generation batch; `policy_pass`, `critic_pass`: forward and backward; `step`).
+fit on one GPU with 24, so it runs with two depths, whose difference is what a layer costs; a third one tells how well they
+extrapolate. A case for which the GPU has not enough memory left is passed over. Columns `*_gib`: states in use after a step
+(`policy`, `critic`: weights; `gradients` and `optimizer` of both), then the peaks of the four phases of a step (`values`: the
+critic's forward over the generation batch; `policy_pass`, `critic_pass`: forward and backward; `step`), and `reserved`: what
+PyTorch holds of the GPU at the end.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,14 +48,16 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 # critic, method, layers
 CASES = (
     ("lora", "lora", 24),
+    ("separate", "full", 4),
+    ("separate", "full", 2),
     ("shared", "lora", 24),
     ("separate", "lora", 4),
-    ("separate", "lora", 8),
-    ("separate", "full", 4),
-    ("separate", "full", 8),
+    ("separate", "lora", 2),
     ("shared", "full", 4),
-    ("shared", "full", 8),
+    ("shared", "full", 2),
+    ("separate", "full", 6),
 )
+SPARE = 1.05  # times what the planner asks for has to be free
 NARROW = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -174,7 +179,15 @@ def build(critic: str, method: str, layers: int, args: argparse.Namespace, folde
     return trainer
 
 
+def planned_bytes(critic: str, method: str, layers: int, args: argparse.Namespace) -> int:
+    config = GptOssConfig(num_hidden_layers=layers, num_local_experts=32, **(NARROW if args.width == "tiny" else {}))
+    setup = TrainSetup(tokens=args.tokens, method=method, critic=critic)
+    return predict_memory(ModelShape.from_config(config), setup).total
+
+
 def measure(critic: str, method: str, layers: int, args: argparse.Namespace) -> dict[str, Any]:
+    if CUDA and SPARE * planned_bytes(critic, method, layers, args) > (free := torch.cuda.mem_get_info()[0]):
+        raise torch.OutOfMemoryError(f"{free / GIB:.1f} GiB are free, too little for this case")
     with tempfile.TemporaryDirectory() as folder:
         trainer = build(critic, method, layers, args, folder)
         reader = StepReader(trainer)
@@ -191,6 +204,7 @@ def measure(critic: str, method: str, layers: int, args: argparse.Namespace) -> 
         "critic_gib": size_of([p for name, p in named.items() if ".critic." in name] + backbone),
         **reader.found,
         **{f"{name}_gib": round(b / GIB, 2) for name, b in trainer.peaks.bytes.items() if name != "other"},
+        "reserved_gib": round(torch.cuda.memory_reserved() / GIB, 2) if CUDA else 0,
     }
     setup = TrainSetup(tokens=tokens, method=method, critic=critic)
     predicted = predict_memory(shape, setup)
@@ -199,16 +213,21 @@ def measure(critic: str, method: str, layers: int, args: argparse.Namespace) -> 
     return found | {"error": round(predicted.total / GIB / peak - 1, 4) if peak else math.nan}
 
 
+def output_of(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def versions() -> dict[str, str]:
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "gpu": torch.cuda.get_device_name() if CUDA else "none",
+        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if CUDA else "none",
         "attention": active_backend(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "trl": trl.__version__,
         "peft": peft.__version__,
-        "commit": os.environ.get("BENCHMARK_COMMIT", git.stdout.strip()),  # where only the files were copied
+        # the variable: where only the files were copied
+        "commit": os.environ.get("BENCHMARK_COMMIT") or output_of("git", "rev-parse", "--short", "HEAD"),
         "date": datetime.date.today().isoformat(),
     }
 
@@ -227,6 +246,7 @@ def main() -> None:
     file = sys.stdout if args.out == "-" else open(args.out, "w", newline="")  # noqa: SIM115 - open for the whole run
     for case in args.cases:
         critic, method, layers = CASES[case]
+        begin = time.perf_counter()
         row = {"critic": critic, "method": method, "layers": layers, "experts": "gptoss_fused"}
         try:
             row |= measure(critic, method, layers, args)
@@ -235,9 +255,10 @@ def main() -> None:
         finally:
             gc.collect()
             torch.cuda.empty_cache()
+        print(f"{critic} critic, {method}, {layers} layers: {time.perf_counter() - begin:.1f} s", file=sys.stderr)
         if writer is None:
             columns = ["tokens", "policy", "critic", "gradients", "optimizer"]
-            columns += ["values", "policy_pass", "critic_pass", "step", "peak", "predicted"]
+            columns += ["values", "policy_pass", "critic_pass", "step", "peak", "reserved", "predicted"]
             names = [name if name == "tokens" else f"{name}_gib" for name in columns]
             fields = ["critic", "method", "layers", "experts", *names, "error", "worst", *versions()]
             writer = csv.DictWriter(file, fields, restval="")

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from trl.models.utils import disable_gradient_checkpointing
 
+from ..parallelism import reshard
 from .padding_free import PaddingFreeMixin
 from .rollout_weights import sampling_weights
 from .router_replay import RouterReplayMixin
@@ -115,6 +116,7 @@ class OnPolicyMixin(RouterReplayMixin, PaddingFreeMixin):
             if "old_per_token_logps" not in slice_:
                 with self._routes_recorded(slice_):
                     slice_["old_per_token_logps"] = self._eval_logps(slice_)
+        reshard(self.model)  # the optimizer steps next
 
     def _eval_logps(self, inputs: dict[str, Any]) -> torch.Tensor:
         """(B, C) log-probs of the completions under the current weights, without dropout and without gradients."""
