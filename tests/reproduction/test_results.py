@@ -9,6 +9,7 @@ from dataclasses import asdict
 import figures
 import pytest
 import run_all
+import summary
 from causes import CAUSES
 from cell import UNFINISHED, Cell, columns, rows_of, write_csv
 from results import check_comparable, read_result, read_results
@@ -18,9 +19,15 @@ SMALL = {"steps": 3, "precision": "float32"}
 
 def write(folder, cell, rewards, **about):
     """A CSV as cell.py writes it, of a made-up run (in the test's own folder)."""
-    history = [{"step": i + 1, "grad_norm": 1.0, "reward": r, "kl": float("nan")} for i, r in enumerate(rewards)]
+    history = [
+        {"step": i + 1, "grad_norm": 1.0, "reward": r, "kl": float("nan"), "rollout_correction/kl_k3": 1e-3}
+        for i, r in enumerate(rewards)
+    ]
     history += [{"step": len(rewards), "eval_reward": 0.0}, {"step": len(rewards), "train_loss": 0.0}]
-    measured = {"before": {"accuracy": 0.25, "problems": 4}, "after": {"accuracy": 0.5, "problems": 4}}
+    measured = {
+        "before": {"accuracy": 0.25, "problems": 4, "low": 0.2, "high": 0.3},
+        "after": {"accuracy": 0.5, "problems": 4, "low": 0.4, "high": 0.6},
+    }
     about = {"hardware": "none", "model": "0" * 12, **about}
     write_csv(folder / f"{cell.name}.csv", rows_of(cell, about, history, measured))
 
@@ -111,6 +118,31 @@ def test_the_committed_figures_are_those_of_the_committed_rows():
     drawn = figures.figures(results)
     on_disk = {p.name: p.read_text(encoding="utf-8") for p in figures.FIGURES.glob("*.svg")}
     assert on_disk == drawn  # both are empty as long as nothing was run
+
+
+def test_the_summary_compares_the_seeds_of_a_cause_with_those_of_everything_right(tmp_path):
+    ends = {"right": (0.5, 0.7), "no_sinks": (0.2, 0.4), "two_forwards": (0.6, 0.65), "router_replay": (0.8, 0.9)}
+    for name, rewards in ends.items():
+        for seed, reward in enumerate(rewards):
+            write(tmp_path, Cell(task="tool", cause=name, seed=seed, **SMALL), [reward] * 3)
+    found = {
+        line.split("|")[3].strip(): [c.strip() for c in line.split("|")]
+        for line in summary.lines(read_results(tmp_path))
+    }
+    assert next(iter(found)) == "everything right" and found["everything right"][5:7] == ["0.600 [0.500, 0.700]", ""]
+    compared = [found[CAUSES[name].what][6] for name in ("no_sinks", "two_forwards", "router_replay")]
+    assert compared == ["below", "no", "above"]
+    assert found["no sinks"][7:9] == ["0.250 [0.200, 0.300]", "0.500 [0.400, 0.600]"]
+    assert all(len(cells) == summary.HEADER.split("\n")[0].count("|") + 1 for cells in found.values())
+    write(tmp_path, Cell(task="tool", cause="no_sinks", seed=2, **SMALL), [0.55] * 3)  # one seed among those of right
+    (again,) = [line for line in summary.lines(read_results(tmp_path)) if "| no sinks |" in line]
+    assert "| 3 |" in again and "| no |" in again
+
+
+def test_the_final_reward_is_that_of_the_last_steps(tmp_path):
+    cell = Cell(task="tool", cause="right", **{**SMALL, "steps": 7})
+    write(tmp_path, cell, [9.0, 9.0, 0.1, 0.2, 0.3, 0.4, 0.5])
+    assert summary.final_reward(read_results(tmp_path)[0]) == pytest.approx(0.3)
 
 
 def plan(**changes):
