@@ -70,7 +70,7 @@ def ddp(tmp_path_factory):
         if critic not in found:
             (folder / critic).mkdir()
             found[critic] = run(folder / critic, "ddp", critic, "straight")[0]["curves"]
-        return found[critic]
+        return [dict(entry) for entry in found[critic]]
 
     return curves
 
@@ -85,6 +85,8 @@ def test_three_steps_and_three_more_are_six(tmp_path, ddp, sharding, critic):
     for rank, seen in enumerate(resume(tmp_path, sharding, critic, "resumed")):
         assert same(straight[rank], seen), rank
     for expected, found in zip(ddp(critic), straight[0]["curves"], strict=True):
+        if "grad_norm" not in found:  # DeepSpeed has none for a policy that is not trained yet
+            assert expected.pop("grad_norm", 0) == 0
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 

@@ -6,7 +6,7 @@ lends batches, `checks` refuses what would be wrong, `fsdp2` shards parameters, 
 
 from .checkpoint import full_state_dict, load_full_state_dict, load_sharded, save_sharded
 from .checks import check_accelerator, check_sequence_parallel
-from .fsdp2 import assert_sharded, fsdp2_plugin, reshard, shard_model
+from .fsdp2 import assert_sharded, fsdp2_plugin, shard_model
 from .mesh import SequenceGroup, sequence_group, shard_mesh
 from .sequence import gather_tokens, shard_tokens, share_batches
 from .ulysses import HeadExchange, check_heads
@@ -19,7 +19,6 @@ __all__ = [
     "fsdp2_plugin",
     "load_full_state_dict",
     "load_sharded",
-    "reshard",
     "save_sharded",
     "shard_model",
     "check_accelerator",

@@ -11,7 +11,7 @@ import torch
 from accelerate import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 
@@ -98,21 +98,6 @@ def assert_sharded(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             raise RuntimeError(f"{name} is not sharded: FSDP2 was asked for and has not been applied.")
-
-
-def reshard(model: nn.Module) -> None:
-    """Free what a forward without a backward has left gathered; nothing to do without FSDP2.
-
-    Accelerate keeps embedding, final norm and head gathered after a forward, because a backward follows and frees them. If the
-    optimizer steps instead, gradient clipping does not see their gradients (they belong to the shards), and the next forward
-    takes the weights of before the step.
-
-    Args:
-        model (`nn.Module`): Sharded or not.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def fsdp2_plugin(

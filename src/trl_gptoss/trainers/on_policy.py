@@ -2,8 +2,10 @@
 
 There the log-probs of the update are compared with themselves, detached, and not with those of a second forward, which
 dropout, ties in the routing or non-deterministic kernels make another function. Slices of the generation batch that are
-still to be visited after an optimizer step get their old log-probs right before that step: from the weights that
-generated them, and in eval mode, because the policy that acted has no dropout. See `schedule` for an example.
+still to be visited after an optimizer step get their old log-probs before the last backward of that step: from the weights
+that generated them, and in eval mode, because the policy that acted has no dropout. See `schedule` for an example. Behind the
+backward would be too late: DeepSpeed's engine steps in it, and FSDP2 keeps gathered what a forward without a backward has
+gathered, so that the step would pass over it.
 
 What the ratio hides is measured: every `on_policy_check_steps` optimizer steps one micro-batch is evaluated again, and
 the largest difference is logged.
@@ -17,7 +19,6 @@ import torch
 from torch import nn
 from trl.models.utils import disable_gradient_checkpointing
 
-from ..parallelism import reshard
 from .padding_free import PaddingFreeMixin
 from .rollout_weights import sampling_weights
 from .router_replay import RouterReplayMixin
@@ -42,8 +43,8 @@ class OnPolicyMixin(RouterReplayMixin, PaddingFreeMixin):
 
     Overridden, and why:
         `compute_loss`: hides stored old log-probs from on-policy micro-batches, so that TRL's own
-            `per_token_logps.detach()` takes their place; logs the ratio.
-        `training_step`: old log-probs for the rest of the generation batch before its first optimizer step.
+            `per_token_logps.detach()` takes their place; logs the ratio. Before the first optimizer step of a generation
+            batch it gets old log-probs for the rest of the batch.
         `_get_per_token_logps_and_entropies`: keeps the log-probs of the training forward for the metrics.
     """
 
@@ -84,6 +85,8 @@ class OnPolicyMixin(RouterReplayMixin, PaddingFreeMixin):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         forced = self.args.on_policy != "off" and self.state.global_step == self._generated_at
         if forced:
+            if self.accelerator.sync_gradients:  # an optimizer step follows
+                self._store_old_logps()
             inputs = {name: value for name, value in inputs.items() if name != "old_per_token_logps"}
         elif self.args.on_policy != "off" and "old_per_token_logps" not in inputs:
             raise RuntimeError(
@@ -96,19 +99,10 @@ class OnPolicyMixin(RouterReplayMixin, PaddingFreeMixin):
         self._log_ratio(inputs, forced)
         return loss
 
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
-    ) -> torch.Tensor:
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        weights_change = self.accelerator.sync_gradients
-        if self.args.on_policy != "off" and weights_change and self.state.global_step == self._generated_at:
-            self._store_old_logps()
-        return loss
-
     def _store_old_logps(self) -> None:
-        """Old log-probs for every slice that is visited again, from the weights as they are now."""
+        """Old log-probs for every slice that is visited after this micro-step, from the weights as they are now."""
         per_generation = self.args.steps_per_generation * self.num_iterations
-        done = self._step % per_generation
+        done = (self._step + 1) % per_generation
         if done == 0:  # the generation batch is used up
             return
         for index in {step % self.args.steps_per_generation for step in range(done, per_generation)}:
@@ -116,7 +110,6 @@ class OnPolicyMixin(RouterReplayMixin, PaddingFreeMixin):
             if "old_per_token_logps" not in slice_:
                 with self._routes_recorded(slice_):
                     slice_["old_per_token_logps"] = self._eval_logps(slice_)
-        reshard(self.model)  # the optimizer steps next
 
     def _eval_logps(self, inputs: dict[str, Any]) -> torch.Tensor:
         """(B, C) log-probs of the completions under the current weights, without dropout and without gradients."""
