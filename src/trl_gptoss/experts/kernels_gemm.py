@@ -112,10 +112,10 @@ def _grouped_gemm_kernel(
             if TMA_A:
                 a_tile = a.load([begin_a, k])
             else:
-                if EVEN_K:
-                    a_tile = tl.load(a_ptrs)
+                if EVEN_K:  # rows past the expert's end are zeros: they cost the tensor cores less power
+                    a_tile = tl.load(a_ptrs, mask=row_mask[:, None], other=0.0)
                 else:
-                    a_tile = tl.load(a_ptrs, mask=inner[None, :] < K - k, other=0.0)
+                    a_tile = tl.load(a_ptrs, mask=row_mask[:, None] & (inner[None, :] < K - k), other=0.0)
                 a_ptrs += BK
             if TMA_B:
                 if TRANS_B:
