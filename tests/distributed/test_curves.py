@@ -60,13 +60,13 @@ def test_twenty_steps_follow_the_curve_of_unshared_sequences(tmp_path, kind):
     for own, shared in zip(seen[f"own{kind}"], seen[f"shared{kind}"]):
         own, shared = ([e for e in log if "loss" in e] for log in (own, shared))
         assert len(own) == len(shared) == 20
-        assert len({e["reward"] for e in own}) > 5  # something happens
+        assert len({e["reward"] for e in own if "reward" in e}) > 5  # something happens; second visits sample nothing
         for ours, theirs in zip(shared, own):
             assert ours.keys() == theirs.keys()
             for name in theirs.keys() - {"step_time"}:
                 tolerance = {"abs": 1e-5} if name.startswith(NOISE) else {"rel": 1e-3, "abs": 1e-5}
                 assert ours[name] == pytest.approx(theirs[name], nan_ok=True, **tolerance), name
-            assert ours["on_policy/forced"] == 0 or kind or ours["on_policy/max_log_ratio"] == 0
+            assert kind or ours["on_policy/forced"] == 0 or ours["on_policy/max_log_ratio"] == 0
 
 
 def test_a_killed_rank_ends_the_run_and_another_number_of_ranks_resumes_it(tmp_path):
