@@ -142,12 +142,12 @@ def test_measured_critics():
 
 
 def test_without_accumulation_the_gradients_of_a_layer_and_the_embedding_are_missing():
-    accumulating = predict_memory(SHAPE, TrainSetup(tokens=8192, method="full"))
-    one = predict_memory(SHAPE, TrainSetup(tokens=8192, method="full", accumulates=False))
+    accumulating = predict_memory(SHAPE, TrainSetup(tokens=32768, method="full"))
+    one = predict_memory(SHAPE, TrainSetup(tokens=32768, method="full", accumulates=False))
     assert one.parts["gradients to come"] == -2 * (SHAPE.layer_parameters + SHAPE.embedding_parameters)
-    hidden = 2 * 8192 * SHAPE.hidden_size  # a layer's checkpoint; those of the other layers are gone by then
+    hidden = 2 * 32768 * SHAPE.hidden_size  # a layer's checkpoint; those of the other layers are gone by then
     assert accumulating.total - one.total == -one.parts["gradients to come"] + (SHAPE.num_layers - 1) * hidden
-    lora = [predict_memory(SHAPE, TrainSetup(tokens=8192, accumulates=a)) for a in (True, False)]
+    lora = [predict_memory(SHAPE, TrainSetup(tokens=32768, accumulates=a)) for a in (True, False)]
     assert lora[0] == lora[1]
 
 
