@@ -181,7 +181,7 @@ def build(critic: str, method: str, layers: int, args: argparse.Namespace, folde
 
 def planned_bytes(critic: str, method: str, layers: int, args: argparse.Namespace) -> int:
     config = GptOssConfig(num_hidden_layers=layers, num_local_experts=32, **(NARROW if args.width == "tiny" else {}))
-    setup = TrainSetup(tokens=args.tokens, method=method, critic=critic)
+    setup = TrainSetup(tokens=args.tokens, method=method, critic=critic, accumulates=False)
     return predict_memory(ModelShape.from_config(config), setup).total
 
 
@@ -206,7 +206,7 @@ def measure(critic: str, method: str, layers: int, args: argparse.Namespace) -> 
         **{f"{name}_gib": round(b / GIB, 2) for name, b in trainer.peaks.bytes.items() if name != "other"},
         "reserved_gib": round(torch.cuda.memory_reserved() / GIB, 2) if CUDA else 0,
     }
-    setup = TrainSetup(tokens=tokens, method=method, critic=critic)
+    setup = TrainSetup(tokens=tokens, method=method, critic=critic, accumulates=False)
     predicted = predict_memory(shape, setup)
     peak = max(found.get(f"{name}_gib", 0) for name in ("policy_pass", "critic_pass", "step"))
     found |= {"peak_gib": peak, "predicted_gib": round(predicted.total / GIB, 2), "worst": predicted.worst}

@@ -28,10 +28,9 @@ class MemoryPrediction:
 
     @property
     def activations(self) -> int:
-        """The part that grows with the tokens."""
-        return sum(
-            size for name, size in self.parts.items() if name in ("checkpoints", "layer at work", "saved layers")
-        )
+        """The part that grows with the tokens, less the gradients that are not there yet."""
+        names = ("checkpoints", "layer at work", "saved layers", "gradients to come")
+        return sum(self.parts[name] for name in names if name in self.parts)
 
 
 def predict_memory(shape: ModelShape, setup: TrainSetup) -> MemoryPrediction:
@@ -49,6 +48,8 @@ def predict_memory(shape: ModelShape, setup: TrainSetup) -> MemoryPrediction:
     if setup.critic in ("separate", "lora"):
         of_critic = replace(setup, method="full") if setup.critic == "separate" else setup
         passes["critic: "] = _pass(shape, of_critic, value_head_bytes(shape, of_critic))
+        if not setup.accumulates and setup.critic == "separate":  # it comes after the policy
+            passes[""].parts["gradients to come"] -= _gradients(shape, of_critic, shape.num_layers)
     name = max(passes, key=lambda name: sum(passes[name].parts.values()))
     parts |= passes[name].parts
     worst = name + passes[name].worst
@@ -61,24 +62,51 @@ def predict_memory(shape: ModelShape, setup: TrainSetup) -> MemoryPrediction:
 
 
 def _pass(shape: ModelShape, setup: TrainSetup, head: float) -> MemoryPrediction:
-    """Activations of one forward and backward; `head` are the bytes that the head of the model is at work with."""
+    """Activations of one forward and backward; `head` are the bytes that the head of the model is at work with.
+
+    It is the worst of three moments: in the head, in the last layer, and in the first layer. The first is the worst if backward
+    makes its gradients on the way (`accumulates=False`): most of them are there then.
+    """
     hidden = HALF * shape.hidden_size * setup.local_tokens
     modules = layer_modules(shape, setup)
-    layer = sum(saved for _, saved, _ in modules)
-    candidates = {"head": head}
-    alive = layer
+    alive = layer = sum(saved for _, saved, _ in modules)
+    candidates = {}
     for name, saved, working in reversed(modules):
         candidates[name] = alive + working
         alive -= saved
     worst = max(candidates, key=candidates.__getitem__)
+    at_work = candidates[worst] + (hidden if setup.critic == "shared" else 0)  # which the value head has read
+    count, name, size, own = shape.num_layers, "saved layers", layer, 0
     if setup.activation_checkpointing:
-        kept = min(shape.num_layers, _CHECKPOINTS_ON_GPU) if setup.activation_offloading else shape.num_layers
-        parts = {"checkpoints": kept * hidden, "layer at work": candidates[worst]}
-    elif worst == "head":
-        parts = {"saved layers": shape.num_layers * layer, "layer at work": candidates[worst]}
-    else:
-        parts = {"saved layers": (shape.num_layers - 1) * layer, "layer at work": max(candidates[worst], layer + head)}
-    return MemoryPrediction(parts=parts, worst=worst)
+        count = min(count, _CHECKPOINTS_ON_GPU) if setup.activation_offloading else count
+        name, size, own = "checkpoints", hidden, 1
+    moments = [
+        ("head", count, head, _gradients(shape, setup, shape.num_layers) + _head_gradient(shape, setup)),
+        (worst, count - 1 + own, at_work, _gradients(shape, setup, shape.num_layers)),
+        (worst, own, at_work, _gradients(shape, setup, 1)),
+    ]
+    predictions = [
+        MemoryPrediction(parts={name: n * size, "layer at work": work, "gradients to come": -to_come}, worst=where)
+        for where, n, work, to_come in moments
+    ]
+    return max(predictions, key=lambda prediction: prediction.total)
+
+
+def _gradients(shape: ModelShape, setup: TrainSetup, layers: int) -> float:
+    """Bytes of the gradients that a pass has still to make when so many layers and the input embedding are left.
+
+    The layer at work counts as left: what it makes is part of its work. Adapters are too small to count.
+    """
+    if setup.accumulates or setup.method == "lora":
+        return 0
+    embedding = 0 if shape.tied else shape.embedding_parameters
+    return (layers * shape.layer_parameters + embedding) * (FLOAT if setup.master_weights else HALF) / setup.shards
+
+
+def _head_gradient(shape: ModelShape, setup: TrainSetup) -> float:
+    if setup.accumulates or setup.method == "lora":
+        return 0
+    return shape.embedding_parameters * (FLOAT if setup.master_weights else HALF) / setup.shards
 
 
 def _states(shape: ModelShape, setup: TrainSetup) -> dict[str, float]:

@@ -31,6 +31,9 @@ class TrainSetup:
         critic (`"none"`, `"separate"`, `"shared"` or `"lora"`, *optional*, defaults to `"none"`): PPO's critic. The separate
             one is a backbone that is trained in full, whatever `method` is; it steps after the policy, so that only the
             larger of the two passes counts.
+        accumulates (`bool`, *optional*, defaults to `True`): A micro-batch finds the gradients of an earlier one. `False` is one
+            micro-batch per optimizer step, where backward makes the gradients: less in full fine-tuning, by those of the
+            embedding and of the layer at work.
         extra_models (`int`, *optional*, defaults to 0): Further copies of the weights: a reference model (not needed
             with LoRA).
         engine_gib (`float`, *optional*, defaults to 0.0): Memory given to a rollout engine on the same GPU, in GiB.
@@ -53,6 +56,7 @@ class TrainSetup:
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     optimizer_bytes: int | None = None
     critic: Literal["none", "separate", "shared", "lora"] = "none"
+    accumulates: bool = True
     extra_models: int = 0
     engine_gib: float = 0.0
 

@@ -192,9 +192,9 @@ class MemoryMixin(GRPOTrainer):
         if self._checked or shape is None or self.state.global_step == 0:
             return
         self._checked = True
-        predicted = (
-            before + missing + predict_memory(shape, self._setup(self._largest_micro_batch(inputs))).activations
-        )
+        in_turns = self.args.max_tokens_per_micro_batch is not None or self.args.sequence_parallel_size > 1
+        setup = self._setup(self._largest_micro_batch(inputs), accumulates=in_turns or not missing)
+        predicted = before + missing + predict_memory(shape, setup).activations
         if (message := difference(predicted, peak)) is not None:
             logger.warning(message)
 
@@ -215,7 +215,7 @@ class MemoryMixin(GRPOTrainer):
 
         return next((config for config in self.model.peft_config.values() if isinstance(config, LoraConfig)), None)
 
-    def _setup(self, tokens: int) -> TrainSetup:
+    def _setup(self, tokens: int, accumulates: bool = True) -> TrainSetup:
         args, text = self.args, self._base_model.config.get_text_config()
         lora = self._lora_config()
         world = self.accelerator.num_processes
@@ -235,6 +235,7 @@ class MemoryMixin(GRPOTrainer):
             experts_token_chunk=(text.to_dict().get("experts_token_chunk") or 0) if fused else 0,
             fused_elementwise=args.fused_elementwise,
             master_weights=next(self.model.parameters()).dtype == torch.float32,
+            accumulates=accumulates,
         )
 
 
