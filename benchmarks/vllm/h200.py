@@ -262,7 +262,7 @@ def rows_of_each_step(trainer: Any, args: argparse.Namespace) -> None:
     from transformers import TrainerCallback
 
     about = hardware(args.device)
-    columns = ["width", "case", "step", "metric", "value", *about]
+    columns = ["width", "case", "learning_rate", "step", "metric", "value", *about]
 
     class Rows(TrainerCallback):
         def on_log(self, _args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
@@ -277,8 +277,8 @@ def rows_of_each_step(trainer: Any, args: argparse.Namespace) -> None:
             if target is not sys.stdout and target.tell() == 0:
                 writer.writeheader()
             for name, value in found.items():
-                row = {"width": args.width, "case": args.case, "step": state.global_step, "metric": name}
-                writer.writerow({**row, "value": f"{value:.6g}", **about})
+                row = {"width": args.width, "case": args.case, "learning_rate": LEARNING_RATE[args.width]}
+                writer.writerow({**row, "step": state.global_step, "metric": name, "value": f"{value:.6g}", **about})
             target.flush()
 
     trainer.add_callback(Rows())
