@@ -162,8 +162,8 @@ def replayed(folder):
 
     run.compute_loss = counted
     run.train()
-    logged = ("vllm/probe_mean", "router_replay/own_choice_differs", "rollout_correction/kl_k3")
-    logs = [{k: v for k, v in entry.items() if k in logged} for entry in run.state.log_history]
+    logged = ("router_replay/own_choice_differs", "rollout_correction/kl_k3")
+    logs = [{k: v for k, v in entry.items() if k in logged or "probe" in k} for entry in run.state.log_history]
     return {"steps": run.state.global_step, "other": other, "logs": logs}
 
 
