@@ -72,6 +72,16 @@ def planner() -> str:
     return _draw("Peak of a train step in GiB, by configuration (H200)", curves)
 
 
+def router_replay() -> str:
+    """KL of each step's batch, replayed and not."""
+    names = {"rollout_correction/kl_k3": "with replay", "bench/kl_k3_without_replay": "the same batches without"}
+    curves = defaultdict(list)
+    for row in rows("benchmarks/vllm/h200.csv"):
+        if (row["width"], row["case"], row["learning_rate"]) == ("20b", "replay", "2e-06") and row["metric"] in names:
+            curves[names[row["metric"]]].append((float(row["step"]), float(row["value"])))
+    return _draw("Router replay: KL (k3) by step (H200)", curves)
+
+
 def _draw(title: str, curves: dict[str, list[tuple[float, float]]]) -> str:
     return standalone_svg(title, [Series(label=k, points=sorted(v), markers=True) for k, v in curves.items()])
 
@@ -92,6 +102,7 @@ def figures() -> dict[str, str]:
         ),
         "long_mixed.svg": mixed_rows(),
         "planner.svg": planner(),
+        "router_replay.svg": router_replay(),
     }
 
 

@@ -10,6 +10,7 @@ nothing. Neither packs rows. Seconds are the median of the steps after the first
 import argparse
 import csv
 import gc
+import os
 import platform
 import random
 import statistics
@@ -142,10 +143,11 @@ def measure(args: argparse.Namespace, trl: bool, tokenizer: PreTrainedTokenizerF
 
 
 def stamp(args: argparse.Namespace) -> dict[str, str]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    commit = os.environ.get("BENCHMARK_COMMIT", git.stdout.strip())  # where only the files were copied
     hardware = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()} CPU, 1 thread"
     versions = {name: metadata.version(name) for name in ("torch", "transformers", "trl", "peft")}
-    return {"hardware": hardware, **versions, "commit": commit.stdout.strip(), "date": date.today().isoformat()}
+    return {"hardware": hardware, **versions, "commit": commit, "date": date.today().isoformat()}
 
 
 def main() -> None:
@@ -171,6 +173,7 @@ def main() -> None:
     peaks = {True: 0.0, False: 0.0}
     for trl in (True, False, True, False):
         seconds, peak = measure(args, trl, tokenizer)
+        print("TRL" if trl else "ours", [round(s, 3) for s in seconds], f"{peak:.2f} GiB", flush=True)
         found[trl] += seconds[1:]
         peaks[trl] = max(peaks[trl], peak)
     shape = {

