@@ -61,6 +61,11 @@ def test_problems_are_one_line(base, tmp_path, capsys):
     assert "not an empty folder" in capsys.readouterr().err
     assert main(["export", str(base), str(tmp_path / "out"), "--base", "x"]) == 1
     assert "--base is for adapters" in capsys.readouterr().err
+    for device, problem in (("gpu0", "no device of torch"), ("cuda", "finds no CUDA GPU")):
+        if device != "cuda" or not torch.cuda.is_available():
+            with pytest.raises(SystemExit):
+                main(["export", str(base), str(tmp_path / "out"), "--device", device])
+            assert problem in capsys.readouterr().err
     config = LoraConfig(r=4, target_modules=["q_proj"])
     get_peft_model(tiny_model(), config).save_pretrained(tmp_path / "lost")
     assert main(["export", str(tmp_path / "lost"), str(tmp_path / "out")]) == 1

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+import torch
 from huggingface_hub import HfApi
 
 from .card import ModelCardFacts, hardware, write_card
@@ -30,6 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="bf16",
         help="bf16 (the dtype of the weights), mxfp4 (the layout of openai/gpt-oss), or both, mxfp4 in a subfolder",
     )
+    parser.add_argument(
+        "--device",
+        type=_device,
+        default="cpu",
+        help="where the weights are loaded, merged and quantised, which must hold all of them (default: cpu; cuda is faster)",
+    )
     parser.add_argument("--base", help="base model of an adapter, if it is not where the adapter says")
     parser.add_argument(
         "--push-to-hub", metavar="REPO", help="upload the result to this repository, with a model card"
@@ -39,16 +46,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{name!r} is no device of torch, expected cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError(f"{name}: torch finds no CUDA GPU; leave --device out to export on the CPU")
+    return device
+
+
 def run(args: argparse.Namespace) -> int:
     check_save_format(args.save_format)
     if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):
         raise ValueError(f"{args.output} exists and is not an empty folder; remove it or choose another one")
     if is_adapter(args.source):
-        model, tokenizer = merge_to_full(args.source, args.base)
+        model, tokenizer = merge_to_full(args.source, args.base, args.device)
     elif args.base is not None:
         raise ValueError(f"--base is for adapters, but {args.source} has no adapter_config.json")
     else:
-        model = load_full(args.source)
+        model = load_full(args.source, args.device)
         tokenizer = load_tokenizer(args.source, model)
     check_save_format(args.save_format, model.config)
     save_model(model, args.output, args.save_format)

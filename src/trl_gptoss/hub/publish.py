@@ -141,7 +141,7 @@ def check_save_format(save_format: str, config: PretrainedConfig | None = None) 
             )
 
 
-def load_full(source: str) -> nn.Module:
+def load_full(source: str, device: torch.device | str = "cpu") -> nn.Module:
     """A causal language model from the Hub or a folder, MXFP4 weights dequantised (with a line about what that costs)."""
     config = AutoConfig.from_pretrained(source)
     quantization = config.to_dict().get("quantization_config") or {}
@@ -149,15 +149,16 @@ def load_full(source: str) -> nn.Module:
     if quantization.get("quant_method") == "mxfp4":
         logger.warning(mxfp4_loading_cost(config))
         kwargs["quantization_config"] = Mxfp4Config(dequantize=True)
-    return AutoModelForCausalLM.from_pretrained(source, dtype="auto", **kwargs)
+    return AutoModelForCausalLM.from_pretrained(source, dtype="auto", device_map={"": torch.device(device)}, **kwargs)
 
 
-def load_adapter(source: str, base: str | None = None) -> "PeftModel":
+def load_adapter(source: str, base: str | None = None, device: torch.device | str = "cpu") -> "PeftModel":
     """An adapter with its base model.
 
     Args:
         source (`str`): id or folder of the adapter.
         base (`str`, *optional*): id or folder of the base model; the one the adapter names if not given.
+        device (`torch.device` or `str`, *optional*, defaults to `"cpu"`): Where both are loaded.
 
     Raises:
         `ValueError`: the adapter names no base model that exists.
@@ -169,7 +170,7 @@ def load_adapter(source: str, base: str | None = None) -> "PeftModel":
         raise ValueError(
             f"the adapter {source} was trained on {named!r}, which is not here; say where its base model is"
         )
-    return PeftModel.from_pretrained(load_full(named), source)
+    return PeftModel.from_pretrained(load_full(named, device), source, torch_device=str(device))
 
 
 def load_tokenizer(source: str, model: nn.Module) -> PreTrainedTokenizerBase | None:
@@ -182,9 +183,11 @@ def load_tokenizer(source: str, model: nn.Module) -> PreTrainedTokenizerBase | N
     return None
 
 
-def merge_to_full(source: str, base: str | None = None) -> tuple[nn.Module, PreTrainedTokenizerBase | None]:
+def merge_to_full(
+    source: str, base: str | None = None, device: torch.device | str = "cpu"
+) -> tuple[nn.Module, PreTrainedTokenizerBase | None]:
     """An adapter merged into its base model for good, and the tokenizer."""
-    model = load_adapter(source, base)
+    model = load_adapter(source, base, device)
     tokenizer = load_tokenizer(source, model)
     return merge_adapters_(model), tokenizer
 
