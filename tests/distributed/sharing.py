@@ -319,8 +319,9 @@ def resumed_cell(phase, size):
         save_sharded(FOLDER / "sharded", model, optimizer)
         return {"world": WORLD}
     parameters = one_process("lora", torch.float64, "token", STEPS, batches=4)[-1][-1]
-    whole_weights = full_state_dict(model)
-    seen = {n: whole(p) for n, p in named(model).items()}
+    # copies: on one process neither is, and what is filled in below would be in both
+    whole_weights = {n: x.clone() for n, x in full_state_dict(model).items()}
+    seen = {n: whole(p).detach().clone() for n, p in named(model).items()}
     same = RANK > 0 or all(bool((whole_weights[n] == x).all()) for n, x in seen.items())
     if RANK > 0:
         assert not whole_weights
