@@ -1,7 +1,7 @@
 """Draw the figures of the reproduction from its committed rows:  python benchmarks/reproduction/figures.py [--check]
 
-One SVG for each task, group of causes and quantity, in docs/figures/reproduction: the mean over the seeds, and the area
-between the least and the largest of them. With --check nothing is written, and the exit status is 1 if a figure is not the
+One SVG for each task, group of causes and quantity, in docs/figures/reproduction: the mean over the seeds, as far as all of them
+have come, and the area between the least and the largest of them. With --check nothing is written, and the exit status is 1 if a figure is not the
 one that the rows give. Without rows there is nothing to draw, and it says what to run.
 """
 
@@ -86,8 +86,8 @@ def figures(results: list[Result]) -> dict[str, str]:
     for task, title in TASK_NAMES.items():
         for group in GROUPS:
             found = lines(task, group, results)
-            if len(found) < 2:
-                continue
+            if len(found) < 2 or (group != "causes" and found.keys() <= lines(task, "causes", results).keys()):
+                continue  # nothing to compare, or nothing that the first figure does not show
             for column, quantity in QUANTITIES.items():
                 curves = [s for label, runs in found.items() if (s := series(label, runs, column)) is not None]
                 svg = standalone_svg(f"{title}: {quantity}", curves)
