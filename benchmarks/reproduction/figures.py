@@ -6,6 +6,7 @@ one that the rows give. Without rows there is nothing to draw, and it says what 
 """
 
 import argparse
+import math
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -22,12 +23,13 @@ FIGURES = HERE.parents[1] / "docs" / "figures" / "reproduction"
 QUANTITIES = {
     "reward": "reward",
     "grad_norm": "gradient norm",
-    "kl": "KL to the first policy",
+    "kl": "log10 of the KL to the first policy",
     "entropy": "entropy",
     "clip_fraction": "clip fraction",
     "log_ppl_mismatch": "log-perplexity, trainer minus sampler",
     "max_log_ratio": "largest |log ratio| of the surrogate",
 }
+LOGARITHMIC = ("kl",)  # the causes are powers of ten apart
 TASK_NAMES = {"tool": "Tool task", "single_turn": "Single turn", "instruction": "Instructions"}
 
 # At most six lines to a figure: as many colours as there are.
@@ -52,8 +54,11 @@ NOTHING = """There are no results in {folder}, so there is nothing to draw. On a
 
 
 def series(label: str, runs: list[Result], column: str) -> Series | None:
-    """Mean and range over the seeds at the steps that all of them have; `None` if there are none."""
+    """Mean and range over the seeds at the steps that all of them have; `None` if there are none. Of `LOGARITHMIC` columns the
+    logarithms are drawn, where there are any."""
     curves = [run.curve(column) for run in runs]
+    if column in LOGARITHMIC:
+        curves = [{step: math.log10(value) for step, value in curve.items() if value > 0} for curve in curves]
     steps = sorted(set.intersection(*map(set, curves)))
     if not steps:
         return None

@@ -102,6 +102,10 @@ def test_figures_show_mean_and_spread_of_the_seeds(tmp_path):
     runs = figures.lines("tool", "causes", read_results(tmp_path))["everything right"]
     series = figures.series("right", runs, "reward")
     assert series.band == [(1, 0.0, 0.2), (2, 0.1, 0.3), (3, 0.2, 0.8)]
+    for run in runs:
+        for row, kl in zip(run.steps[1:], ("0.0", "0.01", "100.0")):
+            row["kl"] = kl
+    assert figures.series("right", runs, "kl").points == [(2.0, -2.0), (3.0, 2.0)]  # no logarithm of nothing
     write(tmp_path, Cell(task="tool", cause="no_sinks", strength=0.3, **SMALL), [0.0, 0.0, 0.0])
     more = figures.figures(read_results(tmp_path))
     assert "30% of the sinks missing" in more["tool_strength_reward.svg"]
