@@ -1,11 +1,12 @@
 """Draw the figures of the reproduction from its committed rows:  python benchmarks/reproduction/figures.py [--check]
 
-One SVG for each task, group of causes and quantity, in docs/figures/reproduction: the mean over the seeds, and the area
-between the least and the largest of them. With --check nothing is written, and the exit status is 1 if a figure is not the
+One SVG for each task, group of causes and quantity, in docs/figures/reproduction: the mean over the seeds, as far as all of them
+have come, and the area between the least and the largest of them. With --check nothing is written, and the exit status is 1 if a figure is not the
 one that the rows give. Without rows there is nothing to draw, and it says what to run.
 """
 
 import argparse
+import math
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -22,12 +23,13 @@ FIGURES = HERE.parents[1] / "docs" / "figures" / "reproduction"
 QUANTITIES = {
     "reward": "reward",
     "grad_norm": "gradient norm",
-    "kl": "KL to the first policy",
+    "kl": "log10 of the KL to the first policy",
     "entropy": "entropy",
     "clip_fraction": "clip fraction",
     "log_ppl_mismatch": "log-perplexity, trainer minus sampler",
     "max_log_ratio": "largest |log ratio| of the surrogate",
 }
+LOGARITHMIC = ("kl",)  # the causes are powers of ten apart
 TASK_NAMES = {"tool": "Tool task", "single_turn": "Single turn", "instruction": "Instructions"}
 
 # At most six lines to a figure: as many colours as there are.
@@ -52,8 +54,11 @@ NOTHING = """There are no results in {folder}, so there is nothing to draw. On a
 
 
 def series(label: str, runs: list[Result], column: str) -> Series | None:
-    """Mean and range over the seeds at the steps that all of them have; `None` if there are none."""
+    """Mean and range over the seeds at the steps that all of them have; `None` if there are none. Of `LOGARITHMIC` columns the
+    logarithms are drawn, where there are any."""
     curves = [run.curve(column) for run in runs]
+    if column in LOGARITHMIC:
+        curves = [{step: math.log10(value) for step, value in curve.items() if value > 0} for curve in curves]
     steps = sorted(set.intersection(*map(set, curves)))
     if not steps:
         return None
@@ -86,8 +91,8 @@ def figures(results: list[Result]) -> dict[str, str]:
     for task, title in TASK_NAMES.items():
         for group in GROUPS:
             found = lines(task, group, results)
-            if len(found) < 2:
-                continue
+            if len(found) < 2 or (group != "causes" and found.keys() <= lines(task, "causes", results).keys()):
+                continue  # nothing to compare, or nothing that the first figure does not show
             for column, quantity in QUANTITIES.items():
                 curves = [s for label, runs in found.items() if (s := series(label, runs, column)) is not None]
                 svg = standalone_svg(f"{title}: {quantity}", curves)

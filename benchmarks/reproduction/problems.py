@@ -27,6 +27,7 @@ from trl_gptoss.tiny.single_turn import constraint_demonstrations, respond
 
 TASKS = ("tool", "single_turn", "instruction")
 P_RIGHT, P_FAVOURITE_MISTAKE = 0.7, 0.22  # of a step
+MOST_INSTRUCTIONS = 2000  # of about 2500 that there are outside of the held-out ones
 
 WORDINGS = {
     "+": ("Add {b}.", "Increase it by {b}.", "Put {b} more to it."),
@@ -100,7 +101,8 @@ def _rows(task: str, n: int, seed: int, held_out: bool) -> list[tuple[str, str]]
 
 
 def load_problems(task: str, train_size: int, held_out_size: int, seed: int) -> tuple[Dataset, Dataset]:
-    """`(train, held_out)` in the columns of the package's tasks; the held-out problems are the same for every seed.
+    """`(train, held_out)` in the columns of the package's tasks; the held-out problems are the same for every seed. Of
+    `"instruction"` there are at most `MOST_INSTRUCTIONS` to train on.
 
     Raises:
         `ValueError`: no such task, or fewer problems than asked for.
@@ -108,6 +110,7 @@ def load_problems(task: str, train_size: int, held_out_size: int, seed: int) -> 
     if task not in TASKS:
         raise ValueError(f"task is {task!r}, expected one of {', '.join(TASKS)}")
     if task == "instruction":
+        train_size = min(train_size, MOST_INSTRUCTIONS)
         return verify_if.load_problems("simple", train_size=train_size, held_out_size=held_out_size, seed=seed)
     splits = [conversations(_rows(task, train_size, seed, False), None)]
     splits.append(conversations(_rows(task, held_out_size, 0, True), None))

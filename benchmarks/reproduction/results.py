@@ -1,4 +1,4 @@
-"""The CSVs of finished cells, read back."""
+"""The CSVs of cells, read back: those of finished ones, and in the folder `unfinished` what others have done so far."""
 
 import csv
 import math
@@ -16,7 +16,7 @@ SAME = (
 
 @dataclass(kw_only=True, slots=True)
 class Result:
-    """A finished cell.
+    """A cell, finished or not.
 
     path (`Path`): its CSV.
     about (`dict[str, str]`): the columns that are the same in all rows, among others.
@@ -28,8 +28,13 @@ class Result:
     steps: list[dict[str, str]]
 
     @property
+    def finished(self) -> bool:
+        """Whether all steps are there, and with them the measurement after the last one."""
+        return len(self.steps) == int(self.about["steps"]) + 1
+
+    @property
     def accuracies(self) -> tuple[float, float]:
-        """On held-out problems, before and after."""
+        """On held-out problems, before and after; for finished cells only."""
         return float(self.steps[0]["accuracy"]), float(self.steps[-1]["accuracy"])
 
     def curve(self, column: str) -> dict[int, float]:
@@ -38,11 +43,15 @@ class Result:
         return {step: value for step, value in values.items() if math.isfinite(value)}
 
 
-def read_result(path: Path) -> Result:
+def read_result(path: Path, unfinished: bool = False) -> Result:
     """One CSV.
 
+    Args:
+        path (`Path`): the file.
+        unfinished (`bool`, *optional*, defaults to `False`): the last steps may be missing.
+
     Raises:
-        `ValueError`: it is not one of a finished cell.
+        `ValueError`: it is not one of a cell, or steps are missing that may not.
     """
     with path.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -51,14 +60,19 @@ def read_result(path: Path) -> Result:
             f"{path} is no result of cell.py: expected rows with a column `cause` out of {', '.join(CAUSES)}"
         )
     found, expected = [int(row["step"]) for row in rows], list(range(int(rows[0]["steps"]) + 1))
+    if unfinished:
+        expected = expected[: max(1, len(found))]
     if found != expected:
         raise ValueError(f"{path} has {len(found)} rows, expected the steps 0 to {expected[-1]}: run the cell again")
     return Result(path=path, about=rows[0], steps=rows)
 
 
 def read_results(folder: Path) -> list[Result]:
-    """All CSVs of a folder, in the order of their names; empty if there are none."""
-    return [read_result(path) for path in sorted(folder.glob("*.csv"))]
+    """All CSVs of a folder in the order of their names, then those of its folder `unfinished` that were not finished since."""
+    done = sorted(folder.glob("*.csv"))
+    names = {path.name for path in done}
+    begun = [path for path in sorted((folder / "unfinished").glob("*.csv")) if path.name not in names]
+    return [read_result(path) for path in done] + [read_result(path, unfinished=True) for path in begun]
 
 
 def check_comparable(results: list[Result]) -> None:

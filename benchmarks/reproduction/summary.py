@@ -1,8 +1,8 @@
 """What came out, as the tables of docs/reproduction.md:  python benchmarks/reproduction/summary.py [RESULTS]
 
-A line for each task, cause and strength: the reward of the last steps, its mean over the seeds with the least and the largest,
-and held-out accuracy before and after. "beyond the seeds" compares a cause with everything right on the same task: whether all
-of its seeds end below all of those, or all above.
+A line for each task, cause and strength. "reward" is the mean reward of the last steps that all cells of the task have, averaged
+over the seeds, with the least and the largest; "beyond the seeds" compares it with that of everything right: whether all seeds of
+a cause are below all of those, or all above. Accuracies are on held-out problems; one that was not measured is a dash.
 """
 
 import sys
@@ -14,17 +14,17 @@ from causes import CAUSES
 from results import Result, check_comparable, read_results
 
 HERE = Path(__file__).resolve().parent
-LAST = 5  # steps whose mean reward is the final one
+LAST = 5  # steps of a mean
 HEADER = (
-    "| task | | cause | seeds | final reward | beyond the seeds | accuracy before | after | KL to the sampler | largest gradient norm |\n"
-    "|---|---|---|---|---|---|---|---|---|---|"
+    "| task | | cause | seeds | steps | reward | beyond the seeds | accuracy before | after | KL to the sampler, first and last "
+    "| largest gradient norm |\n|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
-def final_reward(result: Result) -> float:
-    """Mean reward of the last `LAST` steps."""
+def reward_until(result: Result, step: int) -> float:
+    """Mean reward of the last `LAST` steps up to `step`."""
     rewards = result.curve("reward")
-    return fmean(rewards[step] for step in sorted(rewards)[-LAST:])
+    return fmean(value for s, value in rewards.items() if step - LAST < s <= step)
 
 
 def verdict(rewards: list[float], right: list[float]) -> str:
@@ -36,6 +36,8 @@ def verdict(rewards: list[float], right: list[float]) -> str:
 
 def accuracy(results: list[Result], row: int) -> str:
     """Mean over the seeds, from the least lower to the largest upper end of their 95 % intervals: they share problems."""
+    if not all(result.finished for result in results) and row != 0:
+        return "-"
     rows = [result.steps[row] for result in results]
     low, high = min(float(r["low"]) for r in rows), max(float(r["high"]) for r in rows)
     return f"{fmean(float(r['accuracy']) for r in rows):.3f} [{low:.3f}, {high:.3f}]"
@@ -47,21 +49,27 @@ def lines(results: list[Result]) -> list[str]:
     groups: dict[tuple[str, str, float], list[Result]] = defaultdict(list)
     for result in results:
         groups[result.about["task"], result.about["cause"], float(result.about["strength"])].append(result)
+    shared = {
+        task: min(len(r.steps) - 1 for r in results if r.about["task"] == task) for task in {key[0] for key in groups}
+    }
     order = list(CAUSES)
     drawn = []
     for task, cause, strength in sorted(
         groups, key=lambda key: (key[0] != "tool", key[0], order.index(key[1]), -key[2])
     ):
         runs, right = groups[task, cause, strength], groups.get((task, "right", 1.0), [])
-        rewards = [final_reward(run) for run in runs]
+        rewards = [reward_until(run, shared[task]) for run in runs]
         spread = f" [{min(rewards):.3f}, {max(rewards):.3f}]" if len(runs) > 1 else ""
         what = CAUSES[cause].what + ("" if strength == 1 else f", {strength:.0%} of them")
-        compared = "" if cause == "right" or not right else verdict(rewards, [final_reward(run) for run in right])
-        kl = fmean(value for run in runs for value in run.curve("mismatch_kl").values())
+        compared = verdict(rewards, [reward_until(run, shared[task]) for run in right]) if right else ""
+        lengths = sorted(len(run.steps) - 1 for run in runs)
+        steps = str(lengths[0]) if lengths[0] == lengths[-1] else f"{lengths[0]} to {lengths[-1]}"
+        kls = [list(run.curve("mismatch_kl").values()) for run in runs]
         norm = max(value for run in runs for value in run.curve("grad_norm").values())
         drawn.append(
-            f"| {task} | {CAUSES[cause].letter} | {what} | {len(runs)} | {fmean(rewards):.3f}{spread} | {compared} | "
-            f"{accuracy(runs, 0)} | {accuracy(runs, -1)} | {kl:.1e} | {norm:.2g} |"
+            f"| {task} | {CAUSES[cause].letter} | {what} | {len(runs)} | {steps} | {fmean(rewards):.3f}{spread} | "
+            f"{'' if cause == 'right' else compared} | {accuracy(runs, 0)} | {accuracy(runs, -1)} | "
+            f"{fmean(kl[0] for kl in kls):.1e}, {fmean(kl[-1] for kl in kls):.1e} | {norm:.2g} |"
         )
     return drawn
 

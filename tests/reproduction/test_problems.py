@@ -4,6 +4,7 @@ import re
 from itertools import islice
 
 import pytest
+from cell import Cell
 from pretrain import (
     CORPUS,
     SIZES,
@@ -53,6 +54,16 @@ def test_held_out_problems_are_not_trained_on(task):
     assert not asked.intersection(streams)
     with pytest.raises(ValueError, match="expected one of"):
         load_problems("chess", 1, 1, 0)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_there_are_as_many_problems_as_a_run_asks_for(task):
+    if task == "instruction":
+        pytest.importorskip("if_verifiable")
+    cell = Cell(task=task, cause="right")
+    for seed in (0, 2):
+        rows, held_out = load_problems(task, cell.train_size, cell.held_out, seed)
+        assert len(rows) >= 2000 and len(held_out) == 200
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -55,6 +55,23 @@ def test_what_is_no_result_of_a_finished_cell_is_refused(tmp_path):
         read_result(tmp_path / "other.csv")
 
 
+def test_unfinished_cells_are_read_from_their_folder_until_they_are_finished(tmp_path):
+    cell, gap = (Cell(task="tool", cause="right", seed=seed, **SMALL) for seed in (0, 1))
+    write(tmp_path / "unfinished", cell, [0.1, 0.2])
+    (begun,) = read_results(tmp_path)
+    assert not begun.finished and begun.curve("reward") == {1: 0.1, 2: 0.2}
+    (line,) = summary.lines([begun])
+    assert [c.strip() for c in line.split("|")][5:10] == ["2", "0.150", "", "0.250 [0.200, 0.300]", "-"]
+    write(tmp_path, cell, [0.1, 0.2, 0.3])
+    (done,) = read_results(tmp_path)
+    assert done.finished and done.path.parent == tmp_path and done.accuracies == (0.25, 0.5)
+    write(tmp_path / "unfinished", gap, [0.1, 0.2])
+    path = tmp_path / "unfinished" / f"{gap.name}.csv"
+    path.write_text("".join(line for i, line in enumerate(path.read_text().splitlines(True)) if i != 2))
+    with pytest.raises(ValueError, match="expected the steps"):
+        read_results(tmp_path)
+
+
 @pytest.mark.parametrize(
     "change, allowed", [({"seed": 1}, True), ({"learning_rate": 1e-5}, False), ({"model": "1"}, False)]
 )
@@ -78,13 +95,17 @@ def test_figures_show_mean_and_spread_of_the_seeds(tmp_path):
         write(tmp_path, Cell(task="tool", cause="right", seed=seed, **SMALL), rewards)
     write(tmp_path, Cell(task="tool", cause="no_sinks", **SMALL), [0.0, 0.0, 0.0])
     drawn = figures.figures(read_results(tmp_path))
-    # one line is no comparison: no figure of strengths, remedies have two, switches one; KL has no finite value
-    assert set(drawn) == {f"tool_{group}_{q}.svg" for group in ("causes", "remedies") for q in ("reward", "grad_norm")}
+    # one line is no comparison: no figure of strengths or switches; the remedies' two are among the causes'; no KL is finite
+    assert set(drawn) == {f"tool_causes_{q}.svg" for q in ("reward", "grad_norm")}
     svg = drawn["tool_causes_reward.svg"]
     assert "everything right (2 seeds): 0.5<" in svg and "no sinks (1 seed): 0<" in svg and svg.count("<polygon") == 1
     runs = figures.lines("tool", "causes", read_results(tmp_path))["everything right"]
     series = figures.series("right", runs, "reward")
     assert series.band == [(1, 0.0, 0.2), (2, 0.1, 0.3), (3, 0.2, 0.8)]
+    for run in runs:
+        for row, kl in zip(run.steps[1:], ("0.0", "0.01", "100.0")):
+            row["kl"] = kl
+    assert figures.series("right", runs, "kl").points == [(2.0, -2.0), (3.0, 2.0)]  # no logarithm of nothing
     write(tmp_path, Cell(task="tool", cause="no_sinks", strength=0.3, **SMALL), [0.0, 0.0, 0.0])
     more = figures.figures(read_results(tmp_path))
     assert "30% of the sinks missing" in more["tool_strength_reward.svg"]
@@ -117,7 +138,7 @@ def test_the_committed_figures_are_those_of_the_committed_rows():
     results = read_results(figures.HERE / "results")
     drawn = figures.figures(results)
     on_disk = {p.name: p.read_text(encoding="utf-8") for p in figures.FIGURES.glob("*.svg")}
-    assert on_disk == drawn  # both are empty as long as nothing was run
+    assert on_disk == drawn and drawn
 
 
 def test_the_summary_compares_the_seeds_of_a_cause_with_those_of_everything_right(tmp_path):
@@ -129,20 +150,33 @@ def test_the_summary_compares_the_seeds_of_a_cause_with_those_of_everything_righ
         line.split("|")[3].strip(): [c.strip() for c in line.split("|")]
         for line in summary.lines(read_results(tmp_path))
     }
-    assert next(iter(found)) == "everything right" and found["everything right"][5:7] == ["0.600 [0.500, 0.700]", ""]
-    compared = [found[CAUSES[name].what][6] for name in ("no_sinks", "two_forwards", "router_replay")]
+    assert next(iter(found)) == "everything right" and found["everything right"][5:8] == [
+        "3",
+        "0.600 [0.500, 0.700]",
+        "",
+    ]
+    compared = [found[CAUSES[name].what][7] for name in ("no_sinks", "two_forwards", "router_replay")]
     assert compared == ["below", "no", "above"]
-    assert found["no sinks"][7:9] == ["0.250 [0.200, 0.300]", "0.500 [0.400, 0.600]"]
+    assert found["no sinks"][8:10] == ["0.250 [0.200, 0.300]", "0.500 [0.400, 0.600]"]
     assert all(len(cells) == summary.HEADER.split("\n")[0].count("|") + 1 for cells in found.values())
     write(tmp_path, Cell(task="tool", cause="no_sinks", seed=2, **SMALL), [0.55] * 3)  # one seed among those of right
     (again,) = [line for line in summary.lines(read_results(tmp_path)) if "| no sinks |" in line]
-    assert "| 3 |" in again and "| no |" in again
+    assert "| 3 | 3 |" in again and "| no |" in again
 
 
-def test_the_final_reward_is_that_of_the_last_steps(tmp_path):
-    cell = Cell(task="tool", cause="right", **{**SMALL, "steps": 7})
-    write(tmp_path, cell, [9.0, 9.0, 0.1, 0.2, 0.3, 0.4, 0.5])
-    assert summary.final_reward(read_results(tmp_path)[0]) == pytest.approx(0.3)
+def test_rewards_are_compared_at_steps_that_all_have(tmp_path):
+    seven = {**SMALL, "steps": 7}
+    write(tmp_path, Cell(task="tool", cause="right", **seven), [9.0, 0.1, 0.2, 0.3, 0.4, 0.5, 9.0])
+    write(tmp_path / "unfinished", Cell(task="tool", cause="no_sinks", **seven), [9.0, 0.4, 0.4, 0.4, 0.4, 0.4])
+    results = read_results(tmp_path)
+    assert [summary.reward_until(r, 6) for r in results] == pytest.approx([0.3, 0.4])
+    right, wrong = summary.lines(results)
+    assert "| 7 | 0.300 |" in right and "| 6 | 0.400 | above |" in wrong
+
+
+def test_the_table_of_the_docs_is_that_of_the_rows():
+    text = (figures.HERE.parents[1] / "docs/reproduction.md").read_text(encoding="utf-8")
+    assert "\n".join([summary.HEADER, *summary.lines(read_results(figures.HERE / "results"))]) in text
 
 
 def plan(**changes):
