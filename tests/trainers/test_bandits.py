@@ -58,7 +58,7 @@ def rewards_of_a_run(output_dir, algorithm, steps, model, seed, informative=True
     measured = []
     settings = {
         "per_device_train_batch_size": 32,
-        "max_steps": 200,
+        "max_steps": 300,
         "max_rollout_tokens": len(WRITE.final("x" * steps)) + 2,
         "learning_rate": 1.5e-3,
         "lr_scheduler_type": "cosine",
