@@ -362,3 +362,16 @@ def test_explained_variance_of_known_critics() -> None:
     assert explained_variance(torch.ones(1, 3), returns, mask) == 0
     assert explained_variance(-returns, returns, mask) < 0
     assert explained_variance(returns, torch.full((1, 3), 0.1), mask).isnan()
+
+
+def test_rounding_of_the_values_is_no_variance() -> None:
+    """All rewards 0: the returns, advantages plus values, are 0 but for the rounding of the values."""
+    mask = torch.ones(8, 16384).bool()
+    values = 0.3 * torch.randn(8, 16384, generator=torch.Generator().manual_seed(0))
+    flat = gae_advantages(torch.zeros(8, 16384), values, mask, gamma=1.0, lam=1.0).returns
+    assert 0 < flat.abs().max() < 1e-5
+    assert explained_variance(values, flat, mask).isnan()
+    rewards = torch.zeros(8, 16384)
+    rewards[0, -1] = 1e-2  # the control: a real difference, however small
+    returns = gae_advantages(rewards, values, mask, gamma=1.0, lam=1.0).returns
+    assert explained_variance(values, returns, mask) < -1

@@ -276,7 +276,7 @@ def explained_variance(
     """`1 - Var(returns - values) / Var(returns)` over the masked tokens of all ranks.
 
     1 for a perfect critic, 0 for one that is no better than a constant, negative for a worse one, NaN if all returns
-    are the same.
+    are the same but for the rounding of the values.
 
     Args:
         values_BT, returns_BT (`torch.Tensor`): (B, T), floating; values before the update.
@@ -295,8 +295,11 @@ def explained_variance(
     returns = torch.where(mask, _promote(returns_BT), 0)
     errors = torch.where(mask, returns - values_BT.to(returns.dtype), 0)
     mean, variance = _global_moments(returns, mask, reduce)
-    _, error_variance = _global_moments(errors, mask, reduce)
-    is_flat = variance.sqrt() <= 16 * torch.finfo(returns.dtype).eps * mean.abs()
+    mean_error, error_variance = _global_moments(errors, mask, reduce)
+    # Returns are advantages plus values: they carry the rounding of the values, also where they are 0 themselves. Sums over 16k
+    # tokens leave 40 eps of it.
+    scale = mean.abs() + mean_error.abs() + error_variance.sqrt()
+    is_flat = variance.sqrt() <= 256 * torch.finfo(returns.dtype).eps * scale
     return torch.where(is_flat, torch.nan, 1 - error_variance / variance)
 
 
