@@ -23,10 +23,12 @@ from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer
 torch.set_num_threads(1)
 RANK = int(os.environ["RANK"])
 FOLDER = Path(sys.argv[1])
+ON_GPU = torch.cuda.is_available()  # in benchmarks/multi_gpu; the tests hide it
 
 
-def trainer(folder, lora=False, **settings):
-    data = Dataset.from_list([{"prompt": [{"role": "user", "content": "say " + "x" * (i % 9)}]} for i in range(64)])
+def trainer(folder, lora=False, model=None, prompts=None, **settings):
+    prompts = prompts or ["say " + "x" * (i % 9) for i in range(64)]
+    data = Dataset.from_list([{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts])
     args = GptOssGRPOConfig(
         str(folder),
         **{
@@ -35,7 +37,7 @@ def trainer(folder, lora=False, **settings):
             "max_rollout_tokens": 8,
             "learning_rate": 1e-2,
             "bf16": False,
-            "use_cpu": True,
+            "use_cpu": not ON_GPU,
             "report_to": "none",
             "save_strategy": "no",
             "logging_steps": 1,
@@ -44,7 +46,8 @@ def trainer(folder, lora=False, **settings):
             **settings,
         },
     )
-    model = tiny_model(attn_implementation="sink_fa3", experts_implementation="gptoss_fused")
+    if model is None:
+        model = tiny_model(attn_implementation="sink_fa3", experts_implementation="gptoss_fused")
     peft_config = None
     if lora:
         peft_config = LoraConfig(
