@@ -11,9 +11,9 @@ the end of the output of all jobs.
 """
 
 import argparse
+import contextlib
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +22,8 @@ import time
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+
+import psutil
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE.parents[1] / "configs/accelerate"
@@ -142,8 +144,11 @@ def environment(job: Job, gpus: int) -> dict[str, str]:
 
 
 def end(process: subprocess.Popen) -> None:
-    """The launcher and its ranks, which are a session of their own."""
-    os.killpg(process.pid, signal.SIGKILL)
+    """A launcher and its ranks, which are sessions of their own and would outlive it."""
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
     process.wait()
 
 
@@ -157,7 +162,7 @@ def run_phase(jobs: list[Job], work: Path, args: argparse.Namespace, gpus: int, 
         with log.open("w") as file:
             process = subprocess.Popen(
                 command(job, work, args.processes, args.tiny), env=environment(job, gpus), stdout=file,
-                stderr=subprocess.STDOUT, start_new_session=True,
+                stderr=subprocess.STDOUT,
             )  # fmt: skip
         running.append((job, process, log, time.monotonic()))
     while running:
@@ -174,8 +179,9 @@ def run_phase(jobs: list[Job], work: Path, args: argparse.Namespace, gpus: int, 
             running.remove(entry)
             print(f"# {time.monotonic() - started:5.0f} s  {job.name}: {code} after {seconds:.0f} s", flush=True)
             if code != 0:
-                wanted = [line for line in log.read_text(errors="replace").splitlines() if "Warning" not in line]
-                print("\n".join(line[:300] for line in wanted[-25:]), flush=True)
+                lines = [line for line in log.read_text(errors="replace").splitlines() if "Warning" not in line]
+                told = [line for line in lines if "Error" in line][:8]
+                print("\n".join(line[:300] for line in (told or lines[-8:])), flush=True)
 
 
 PARTS = {
