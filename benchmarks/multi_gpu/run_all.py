@@ -122,17 +122,19 @@ def command(job: Job, folder: Path, processes: int, tiny: bool) -> list[str]:
     return [sys.executable, "-m", *start, *ranks, *script]
 
 
-def impossible(job: Job, gpus: int) -> str | None:
+def impossible(job: Job, args: argparse.Namespace, gpus: int) -> str | None:
     """Why a job is left out here, if it is."""
-    if job.launcher.startswith("zero3") and find_spec("deepspeed") is None:
+    if job.launcher.startswith("zero3") and args.deepspeed is None and find_spec("deepspeed") is None:
         return "deepspeed is not installed"
     if job.launcher.startswith("fsdp2") and not gpus:
         return "without GPUs Accelerate shards nothing"
     return None
 
 
-def environment(job: Job, gpus: int) -> dict[str, str]:
+def environment(job: Job, args: argparse.Namespace, gpus: int) -> dict[str, str]:
     own = {**ENVIRONMENT, **os.environ, **job.environment}
+    if args.deepspeed is not None and job.launcher.startswith("zero3"):
+        own["PYTHONPATH"] = f"{own.get('PYTHONPATH', '')}:{args.deepspeed}"
     if not gpus:
         own.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
         own.pop("DS_ACCELERATOR", None)
@@ -155,13 +157,13 @@ def end(process: subprocess.Popen) -> None:
 def run_phase(jobs: list[Job], work: Path, args: argparse.Namespace, gpus: int, started: float) -> None:
     running = []
     for job in jobs:
-        if reason := impossible(job, gpus):
+        if reason := impossible(job, args, gpus):
             print(f"# {job.name}: left out, {reason}", flush=True)
             continue
         log = work / f"{job.name.replace(' ', '_')}.log"
         with log.open("w") as file:
             process = subprocess.Popen(
-                command(job, work, args.processes, args.tiny), env=environment(job, gpus), stdout=file,
+                command(job, work, args.processes, args.tiny), env=environment(job, args, gpus), stdout=file,
                 stderr=subprocess.STDOUT,
             )  # fmt: skip
         running.append((job, process, log, time.monotonic()))
@@ -212,6 +214,7 @@ def main() -> None:
     parser.add_argument("--phase", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which everything is ended")
+    parser.add_argument("--deepspeed", type=Path, help="a folder that has the package, where it is not installed")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes")
     args = parser.parse_args()
     import torch
