@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from curves import ON_GPU, RANK, trainer
+from fsdp2_without_gpu import fsdp2_without_gpu
 from rows import Rows
 from scripted_backend import ScriptedBackend
 from tiny_policy import tiny_model
@@ -61,6 +62,8 @@ def main() -> None:
     args = parser.parse_args()
     if ON_GPU:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    elif "ACCELERATE_USE_FSDP" in os.environ:
+        fsdp2_without_gpu()
     elif WORLD > 1:
         PartialState(cpu=True)
     longest = 12 if args.tiny else 400

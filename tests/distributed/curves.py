@@ -15,6 +15,7 @@ import ppo_run
 import torch
 import torch.distributed as dist
 from datasets import Dataset
+from fsdp2_without_gpu import fsdp2_without_gpu
 from peft import LoraConfig
 from tiny_policy import byte_tokenizer, tiny_model
 
@@ -92,6 +93,19 @@ def ppo_curve(size):
     return t.state.log_history
 
 
+def visits():
+    """Every batch twice, with whatever sharding and precision the launcher asks for."""
+    t = trainer(FOLDER / "visits", max_steps=6, num_iterations=2, max_grad_norm=0.5, padding_free=True)
+    t.train()
+    fsdp2 = t.accelerator.is_fsdp2
+    root = t.model._get_fsdp_state()._fsdp_param_group.fsdp_params if fsdp2 else []
+    return {
+        "log": [e for e in t.state.log_history if "loss" in e],
+        "logps": str(t._training_logps.dtype),
+        "root": sorted(p._param_fqn for p in root),
+    }
+
+
 def killed():
     """Rank 1 disappears in the middle of the third step's forward pass."""
     t = trainer(FOLDER / "killed", max_steps=5, save_strategy="steps", save_steps=1, sequence_parallel_size=2)
@@ -115,6 +129,8 @@ def resumed():
 
 
 if __name__ == "__main__":
+    if "ACCELERATE_USE_FSDP" in os.environ:
+        fsdp2_without_gpu()
     done = {
         "own": lambda: curve(1, None, False),
         "shared": lambda: curve(2, None, False),
@@ -122,6 +138,7 @@ if __name__ == "__main__":
         "shared_lora": lambda: curve(2, 300, True),
         "own_ppo": lambda: ppo_curve(1),
         "shared_ppo": lambda: ppo_curve(2),
+        "visits": visits,
         "killed": killed,
         "resumed": resumed,
     }
