@@ -147,3 +147,6 @@ if __name__ == "__main__":
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # under load a C++ thread that outlives the group aborted the interpreter's exit, with all reports written
