@@ -149,4 +149,4 @@ if __name__ == "__main__":
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # under load a C++ thread that outlives the group aborted the interpreter's exit, with all reports written
+    os._exit(0)  # under load a C++ thread that outlives the group aborts the interpreter's exit
