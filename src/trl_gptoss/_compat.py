@@ -21,9 +21,9 @@ def leave_head_to_root(accelerator: Accelerator) -> None:
     """Leave embeddings and head to the root unit of FSDP2, as `parallelism.shard_model` does.
 
     Accelerate 1.15 makes one unit of final norm and head, of tied embeddings too. FSDP2 takes the forward of a unit for finished
-    when all its modules have run, and TRL 1.16's fused head reads `lm_head.weight` without ever running the module. Before torch
-    2.13 the unit then waits for it and is not gathered for the next forward. Goes once TRL's fused head runs through the module
-    under FSDP2, or with torch < 2.13.
+    when all its modules have run, and TRL 1.16's fused head reads `lm_head.weight` without ever running the module: what comes
+    behind a unit's forward does not happen, which torch before 2.13 warns of as error-prone. Goes once TRL's fused head runs
+    through the module under FSDP2.
 
     Args:
         accelerator ([`~accelerate.Accelerator`]): With FSDP2, before it prepares anything.
