@@ -17,6 +17,7 @@ LoRA on attention, activation checkpointing, bf16.
 import argparse
 import gc
 import math
+import os
 import signal
 import sys
 import tempfile
@@ -48,6 +49,8 @@ TINY = {
     "vocab_size": 512,
 }  # fmt: skip
 ON_GPU = torch.cuda.is_available()
+WORLD = int(os.environ.get("WORLD_SIZE", 1))  # benchmarks/multi_gpu runs these cases with several processes
+RANK = int(os.environ.get("RANK", 0))
 
 
 @dataclass(kw_only=True)
@@ -78,7 +81,7 @@ class Case:
         if self.experts is None:
             self.experts = "grouped_mm" if stock else "gptoss_fused"
         sizes = {len(lengths) for lengths in self.generations}
-        if len(sizes) != 1 or (rows := sizes.pop()) % self.rows_per_device or rows < 2:
+        if len(sizes) != 1 or (rows := sizes.pop()) % (self.rows_per_device * WORLD) or rows < 2:
             raise ValueError(
                 "Every --generation needs the same number of rows, at least 2, divisible by the rows per device."
             )
@@ -102,11 +105,15 @@ class Rollouts:
 
     def __call__(self, prompts: list, trainer: GRPOTrainer) -> dict[str, Any]:
         lengths = self.generations[self.calls]
-        if len(lengths) != len(prompts):
-            raise ValueError(f"The trainer asks for {len(prompts)} rows, and --generation has {len(lengths)}.")
+        if len(lengths) != len(prompts) * WORLD:
+            raise ValueError(
+                f"The trainer asks for {len(prompts)} rows of each process, and --generation has {len(lengths)}."
+            )
         self.calls += 1
         generator = torch.Generator().manual_seed(self.calls)
         rows = [torch.randint(10, self.vocabulary, (length,), generator=generator).tolist() for length in lengths]
+        first = trainer.accelerator.process_index * len(prompts)
+        rows = rows[first : first + len(prompts)]
         return {
             "prompt_ids": [row[:PROMPT] for row in rows],
             "completion_ids": [row[PROMPT:] for row in rows],
@@ -187,12 +194,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_trainer(case: Case, model: GptOssForCausalLM, folder: str) -> GRPOTrainer:
+def build_trainer(
+    case: Case, model: GptOssForCausalLM, folder: str, clock: Callable[[type], type] = timed, **more: Any
+) -> GRPOTrainer:
+    """`clock` makes the trainer's class one with `steps`; `more` are further settings of ours."""
     rows = len(case.generations[0])
     plan = [[case.warm_up] * rows, *case.generations]
     settings = {
         "output_dir": folder, "per_device_train_batch_size": case.rows_per_device, "num_generations": rows,
-        "gradient_accumulation_steps": rows // case.rows_per_device, "max_steps": len(plan), "bf16": ON_GPU,
+        "gradient_accumulation_steps": rows // case.rows_per_device // WORLD, "max_steps": len(plan), "bf16": ON_GPU,
         "use_cpu": not ON_GPU, "max_completion_length": max(map(max, plan)), "router_aux_loss_coef": 0.0, "logging_steps": 1,
         "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "activation_checkpointing": case.checkpointing,
     }  # fmt: skip
@@ -201,14 +211,15 @@ def build_trainer(case: Case, model: GptOssForCausalLM, folder: str) -> GRPOTrai
     else:
         args = GptOssGRPOConfig(
             **settings, log_trajectories=0, experts_token_chunk=case.chunk or None, padding_free=False if case.padded else None,
-            fused_elementwise=case.fused_elementwise and ON_GPU, activation_offloading=case.offload,
+            fused_elementwise=case.fused_elementwise and ON_GPU, activation_offloading=case.offload, **more,
         )  # fmt: skip
         base = GptOssGRPOTrainer
     targets = EXPERTS if case.method == "lora+experts" else None
     lora = LoraConfig(r=case.rank, lora_alpha=32, target_modules=ATTENTION, target_parameters=targets)
-    trainer = timed(base)(
+    trainer = clock(base)(
         model,
-        lambda completions, **_: [float(i % 2) for i in range(len(completions))],
+        # not the same for all rows of a group: without advantages the gradients are zeros, with which products are faster
+        lambda completions, **_: [float((RANK * len(completions) + i) % 2) for i in range(len(completions))],
         args,
         Dataset.from_list([{"prompt": "a"}] * 8),
         processing_class=tokenizer(),
@@ -220,7 +231,11 @@ def build_trainer(case: Case, model: GptOssForCausalLM, folder: str) -> GRPOTrai
     return trainer
 
 
-def run(case: Case, done: Callable[[GRPOTrainer, list[MicroStep], int], None]) -> None:
+def run(
+    case: Case,
+    done: Callable[[GRPOTrainer, list[MicroStep], int], None],
+    build: Callable[[Case, GptOssForCausalLM, str], GRPOTrainer] = build_trainer,
+) -> None:
     """Train, and hand trainer, micro-steps without the warm-up, and the bytes of the weights to `done`."""
     gc.collect()
     if ON_GPU:
@@ -232,13 +247,13 @@ def run(case: Case, done: Callable[[GRPOTrainer, list[MicroStep], int], None]) -
     weights = torch.cuda.memory_allocated() - before if ON_GPU else 0
     built = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build_trainer(case, model, folder)
+        trainer = build(case, model, folder)
         ready = time.perf_counter()
         try:
             trainer.train()
         finally:
             rows = len(case.generations[0])
-            warm_up = rows // case.rows_per_device
+            warm_up = rows // case.rows_per_device // WORLD
             print(
                 f"# model {built - start:.1f} s, trainer {ready - built:.1f} s, training {time.perf_counter() - ready:.1f} s",
                 flush=True,

@@ -15,6 +15,7 @@ import ppo_run
 import torch
 import torch.distributed as dist
 from datasets import Dataset
+from fsdp2_without_gpu import fsdp2_without_gpu
 from peft import LoraConfig
 from tiny_policy import byte_tokenizer, tiny_model
 
@@ -23,10 +24,12 @@ from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer
 torch.set_num_threads(1)
 RANK = int(os.environ["RANK"])
 FOLDER = Path(sys.argv[1])
+ON_GPU = torch.cuda.is_available()  # in benchmarks/multi_gpu; the tests hide it
 
 
-def trainer(folder, lora=False, **settings):
-    data = Dataset.from_list([{"prompt": [{"role": "user", "content": "say " + "x" * (i % 9)}]} for i in range(64)])
+def trainer(folder, lora=False, model=None, prompts=None, **settings):
+    prompts = prompts or ["say " + "x" * (i % 9) for i in range(64)]
+    data = Dataset.from_list([{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts])
     args = GptOssGRPOConfig(
         str(folder),
         **{
@@ -35,7 +38,7 @@ def trainer(folder, lora=False, **settings):
             "max_rollout_tokens": 8,
             "learning_rate": 1e-2,
             "bf16": False,
-            "use_cpu": True,
+            "use_cpu": not ON_GPU,
             "report_to": "none",
             "save_strategy": "no",
             "logging_steps": 1,
@@ -44,7 +47,8 @@ def trainer(folder, lora=False, **settings):
             **settings,
         },
     )
-    model = tiny_model(attn_implementation="sink_fa3", experts_implementation="gptoss_fused")
+    if model is None:
+        model = tiny_model(attn_implementation="sink_fa3", experts_implementation="gptoss_fused")
     peft_config = None
     if lora:
         peft_config = LoraConfig(
@@ -89,6 +93,19 @@ def ppo_curve(size):
     return t.state.log_history
 
 
+def visits():
+    """Every batch twice, with whatever sharding and precision the launcher asks for."""
+    t = trainer(FOLDER / "visits", max_steps=6, num_iterations=2, max_grad_norm=0.5, padding_free=True)
+    t.train()
+    fsdp2 = t.accelerator.is_fsdp2
+    root = t.model._get_fsdp_state()._fsdp_param_group.fsdp_params if fsdp2 else []
+    return {
+        "log": [e for e in t.state.log_history if "loss" in e],
+        "logps": str(t._training_logps.dtype),
+        "root": sorted(p._param_fqn for p in root),
+    }
+
+
 def killed():
     """Rank 1 disappears in the middle of the third step's forward pass."""
     t = trainer(FOLDER / "killed", max_steps=5, save_strategy="steps", save_steps=1, sequence_parallel_size=2)
@@ -112,6 +129,8 @@ def resumed():
 
 
 if __name__ == "__main__":
+    if "ACCELERATE_USE_FSDP" in os.environ:
+        fsdp2_without_gpu()
     done = {
         "own": lambda: curve(1, None, False),
         "shared": lambda: curve(2, None, False),
@@ -119,6 +138,7 @@ if __name__ == "__main__":
         "shared_lora": lambda: curve(2, 300, True),
         "own_ppo": lambda: ppo_curve(1),
         "shared_ppo": lambda: ppo_curve(2),
+        "visits": visits,
         "killed": killed,
         "resumed": resumed,
     }
@@ -127,3 +147,6 @@ if __name__ == "__main__":
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # under load a C++ thread that outlives the group aborts the interpreter's exit

@@ -4,8 +4,7 @@ Arguments: a folder, a critic, and `straight`, `resumed` or `forgetful` (the con
 resumed is expected as `checkpoint-3` in the folder's `resumed` or `forgetful`. Step 3 lies inside of the second epoch of the
 first generation batch, one step behind the warm-up. Curves and weights go to `<what>_<rank>.pt`.
 
-Without a sharding in the launcher's configuration the processes run DDP. Accelerate applies FSDP2 on accelerators only. `fsdp2_without_gpu` lifts that, so that its own preparation, saving and loading
-run on CPUs with gloo.
+Without a sharding in the launcher's configuration the processes run DDP.
 """
 
 import os
@@ -16,8 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
+from fsdp2_without_gpu import fsdp2_without_gpu
 from ppo_run import build
 from tiny_policy import tiny_model
 from torch.distributed.tensor import DTensor
@@ -36,18 +34,6 @@ TIMES = (
     "total_flos",
     "train_loss",
 )
-
-
-def fsdp2_without_gpu() -> None:
-    original = AcceleratorState.__init__
-
-    def init(self, *args, fsdp_plugin=None, **kwargs):
-        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if self.distributed_type == DistributedType.MULTI_CPU and fsdp_plugin is not None:
-            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
-            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-
-    AcceleratorState.__init__ = init
 
 
 def by_prompt(prompt: list[int], _: random.Random) -> list[int]:

@@ -5,6 +5,8 @@ Arguments: a folder for `<cell>_<rank>.json`, then cells such as `ddp,2,full,che
 optimizer steps through the trainer's own loss; the oracle runs the same on one process, one document at a time, with
 transformers' eager attention and experts and a loss written out here, always in float64: what a float32 run differs by is
 its own rounding.
+
+`benchmarks/multi_gpu/agreement.py` takes parts of this file to GPUs, with other SHAPE, LENGTHS and CLIP.
 """
 
 import contextlib
@@ -42,10 +44,13 @@ from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer
 torch.set_num_threads(1)
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 FOLDER = Path(sys.argv[1])
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPU else torch.device("cpu")
 DEEPSPEED = "ACCELERATE_USE_DEEPSPEED" in os.environ
 TOKENIZER = byte_tokenizer()
 DATA = Dataset.from_list([{"prompt": [{"role": "user", "content": "say"}]}] * 64)
 BETA, CLIP, STEPS = 0.1, 0.2, 3
+SHAPE: dict = {}  # of the model, where it is not that of `tiny_model`
 # (prompt, completion) tokens per row of each rank: 34, 18, 48 and 45 tokens, and a rank without any token to train on
 LENGTHS = ([(5, 9), (17, 3)], [(3, 12), (2, 1)], [(40, 0), (8, 0)], [(8, 30), (1, 6)])
 
@@ -62,7 +67,7 @@ def batch(rank, step, dtype):
     def rand():
         return torch.rand(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    return {
+    tensors = {
         "prompt_ids": torch.randint(0, 256, prompt.shape, generator=generator),
         "completion_ids": torch.randint(0, 256, shape, generator=generator),
         "prompt_mask": (prompt >= prompt_width - sizes[:, :1]).long(),
@@ -72,12 +77,14 @@ def batch(rank, step, dtype):
         "old_per_token_logps": -5.5 - rand() / 2,
         "ref_per_token_logps": -5.5 - rand() / 2,
         "num_items_in_batch": torch.tensor(sum(c for rows in LENGTHS for _, c in rows)),
-        "row_lengths": sizes,
     }
+    return {**{name: x.to(DEVICE) for name, x in tensors.items()}, "row_lengths": sizes}
 
 
 def policy(kind, dtype):
-    model = tiny_model(dtype=dtype, attn_implementation="sink_fa3", experts_implementation="gptoss_fused")
+    implementations = {"attn_implementation": "sink_fa3", "experts_implementation": "gptoss_fused"}
+    with DEVICE:
+        model = tiny_model(dtype=dtype, **implementations, **SHAPE)
     if kind == "full":
         return model
     torch.manual_seed(1)
@@ -139,8 +146,8 @@ def trainer_of(model, size, checkpointing, level, **settings):
         per_device_train_batch_size=4,
         num_generations=4,
         bf16=False,
-        use_cpu=not DEEPSPEED,  # asked for the CPU, Accelerate leaves DeepSpeed out without a word
-        ddp_backend="gloo",
+        use_cpu=not (DEEPSPEED or ON_GPU),  # asked for the CPU, Accelerate leaves DeepSpeed out without a word
+        ddp_backend="nccl" if ON_GPU else "gloo",
         report_to="none",
         save_strategy="no",
         gradient_checkpointing=checkpointing,
@@ -217,11 +224,11 @@ def one_process(kind, dtype, level, steps, batches=WORLD, arithmetic=torch.float
     return seen
 
 
-def wrapped(wrapper, model):
+def wrapped(wrapper, model, **sharding):
     if wrapper == "ddp":
         return DistributedDataParallel(model)
-    mesh = shard_mesh("cpu", replicas=2 if wrapper == "hsdp" else 1)
-    model = shard_model(model, mesh)
+    mesh = shard_mesh(DEVICE.type, replicas=2 if wrapper == "hsdp" else 1)
+    model = shard_model(model, mesh, **sharding)
     assert_sharded(model)
     return model
 
@@ -236,6 +243,15 @@ def plain_step(model, optimizer, loss):
 
 def plain_parameters(model):
     return {n: whole(p) for n, p in named(model).items()}
+
+
+def zero3_engine(trainer, optimizer):
+    assert str(trainer.accelerator.distributed_type).endswith("DEEPSPEED")
+    sizes = {"train_micro_batch_size_per_gpu": 4, "train_batch_size": 4 * WORLD, "gradient_accumulation_steps": 1}
+    trainer.accelerator.state.deepspeed_plugin.deepspeed_config.update(sizes, gradient_clipping=0.0)
+    model, optimizer = trainer.accelerator.prepare(trainer.model, optimizer)
+    assert all(p.ds_tensor.numel() < p.ds_numel or p.ds_numel < WORLD for p in model.parameters())
+    return model, optimizer
 
 
 def zero3_step(engine, optimizer, loss):
@@ -267,11 +283,7 @@ def cell(wrapper, size, kind, checkpointing, dtype, level="token", head="exact",
     train_sinks(trainer.model)
     optimizer = optimizer_of(trainer.model)
     if wrapper == "zero3":
-        assert str(trainer.accelerator.distributed_type).endswith("DEEPSPEED")
-        sizes = {"train_micro_batch_size_per_gpu": 4, "train_batch_size": 4 * WORLD, "gradient_accumulation_steps": 1}
-        trainer.accelerator.state.deepspeed_plugin.deepspeed_config.update(sizes, gradient_clipping=0.0)
-        model, optimizer = trainer.accelerator.prepare(trainer.model, optimizer)
-        assert all(p.ds_tensor.numel() < p.ds_numel or p.ds_numel < WORLD for p in model.parameters())
+        model, optimizer = zero3_engine(trainer, optimizer)
         step_of, read = zero3_step, zero3_parameters
     else:
         model = wrapped(wrapper, trainer.model)

@@ -82,3 +82,43 @@ def test_a_killed_rank_ends_the_run_and_another_number_of_ranks_resumes_it(tmp_p
     [seen] = run(tmp_path, ["resumed"], world=1)["resumed"]
     assert seen["steps"] == [2, 3, 4] and seen["logged"][-1] == 5
     assert "was written by 2 process(es), this run has 1" in (tmp_path / "stderr_0").read_text()
+
+
+@pytest.mark.timeout(900)
+def test_accelerates_fsdp2_trains_as_ddp_does(tmp_path):
+    """Weights that are updated between two visits of a batch, and clipping, which has to see every gradient. In bf16 the
+    log-probs stay float32, which Accelerate would round; the head belongs to the root, since it is never run as a module."""
+    seen = {"ddp": run(make(tmp_path / "ddp"), ["visits"])["visits"]}
+    for precision in ("no", "bf16"):
+        seen[precision] = accelerate_run(make(tmp_path / precision), "fsdp2", precision)
+    for own, exact, half in zip(*seen.values()):
+        assert "lm_head.weight" in exact["root"] and "model.embed_tokens.weight" in exact["root"] and not own["root"]
+        assert exact["logps"] == half["logps"] == "torch.float32"
+        for ours, theirs in zip(exact["log"], own["log"], strict=True):
+            for name in ("loss", "grad_norm", "entropy", "clip_ratio/region_mean"):
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+        assert len({e["grad_norm"] for e in own["log"]}) == 6 and all(e["grad_norm"] > 0.5 for e in own["log"])
+
+
+def make(folder):
+    folder.mkdir()
+    return folder
+
+
+def accelerate_run(folder, config, precision):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    path = Path(__file__).parents[2] / f"configs/accelerate/{config}.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path), "--num_processes=2"]
+    options = [f"--mixed_precision={precision}", f"--main_process_port={port}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*command, *options, str(SCRIPT), str(folder), "visits"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"visits_{rank}.json").read_text()) for rank in range(2)]

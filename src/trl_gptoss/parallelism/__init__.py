@@ -6,7 +6,7 @@ lends batches, `checks` refuses what would be wrong, `fsdp2` shards parameters, 
 
 from .checkpoint import full_state_dict, load_full_state_dict, load_sharded, save_sharded
 from .checks import check_accelerator, check_sequence_parallel
-from .fsdp2 import assert_sharded, fsdp2_plugin, shard_model
+from .fsdp2 import assert_sharded, fsdp2_plugin, keep_float32_results, shard_model
 from .mesh import SequenceGroup, sequence_group, shard_mesh
 from .sequence import gather_tokens, shard_tokens, share_batches
 from .ulysses import HeadExchange, check_heads
@@ -17,6 +17,7 @@ __all__ = [
     "assert_sharded",
     "full_state_dict",
     "fsdp2_plugin",
+    "keep_float32_results",
     "load_full_state_dict",
     "load_sharded",
     "save_sharded",

@@ -30,12 +30,13 @@ from trl.models import unwrap_model_for_generation
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id
 
-from .._compat import silence_renamed_attributes
+from .._compat import leave_head_to_root, silence_renamed_attributes
 from ..attention import selftest
 from ..environments import Environment
 from ..harmony import HarmonyVocabulary, is_harmony, set_response_template, tool_spec
 from ..hub.adapters import train_sinks
 from ..hub.publish import check_save_format
+from ..parallelism import keep_float32_results
 from ..rollouts import GenerationBackend, RolloutLimits, ToolRunner
 from ..rollouts.transformers_backend import TransformersBackend
 from ..rollouts.vllm.stream import rollout_backend
@@ -81,6 +82,7 @@ class GptOssGRPOTrainer(
 
     Overridden methods, and why:
         `__init__`: loading of GPT-OSS, guards, options of the experts, stop ids, the rollout engine.
+        `create_accelerator_and_postprocess`: under FSDP2 log-probs stay in float32, and the head can be fused.
         `_generate_and_score_completions`: rows are kept for their columns; remembers which weights generated.
         `_generate`: the Harmony loop.
         `_calculate_rewards`: a failed reward function discards its rows.
@@ -207,6 +209,12 @@ class GptOssGRPOTrainer(
         self._engine = self._build_engine() if self.speaks_harmony and rollout_func is None else None
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(RolloutProgressCallback())
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.accelerator.is_fsdp2:
+            keep_float32_results(self.accelerator.state.fsdp_plugin)
+            leave_head_to_root(self.accelerator)
 
     def _before_loading(
         self, model: "str | PreTrainedModel | PeftModel", args: GptOssGRPOConfig, has_adapters: bool

@@ -1,0 +1,236 @@
+"""Everything about several GPUs, in one call:
+
+    python run_all.py --out FOLDER                       # all phases, about 7 minutes on two H200
+    python run_all.py --out FOLDER --phase lora full     # some of them
+    python run_all.py --out FOLDER --tiny                # tiny sizes; without GPUs, gloo in the place of NCCL
+
+A phase starts jobs that may run beside each other, each a process group of its own with a limit in seconds: one that hangs or
+crashes costs the others nothing. Lines are written as they come; after every phase they are put together in FOLDER as
+`agreement.csv`, `curves.csv`, `collectives.csv` and `steps.csv`, and at the end `summary.py` prints what they say. `log.txt` has
+the end of the output of all jobs.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+
+HERE = Path(__file__).resolve().parent
+CONFIGS = HERE.parents[1] / "configs/accelerate"
+# Everything is on one host, whose name need not resolve; NVLink multicast stays off where others share the switch.
+ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "4",
+    "PYTHONUNBUFFERED": "1",
+}  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class Job:
+    """One launch.
+
+    Args:
+        name (`str`): For the log.
+        script (`str`): Beside this file.
+        words (`list[str]`): Its arguments; FOLDER is replaced.
+        launcher (`str`): "python" (one process), "torchrun", or the name of a file in configs/accelerate.
+        gpu (`int`): Which one, of a single process.
+        limit (`int`): Seconds.
+    """
+
+    name: str
+    script: str
+    words: list[str]
+    launcher: str = "torchrun"
+    gpu: int = 0
+    limit: int = 120
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+AGREEMENT = [
+    "one,full", "ddp,2,full", "fsdp2,2,full,checkpointing", "fsdp2_master,2,full", "wrong,first_sinks", "one,lora",
+    "ddp,2,lora,checkpointing", "fsdp2,1,full", "ddp,1,full", "wrong,summed_gradient",
+]  # fmt: skip
+
+
+def curve(name: str, launcher: str, size: int, rows: int, gpu: int = 0) -> Job:
+    words = ["FOLDER", name, "--size", str(size), "--rows", str(rows)]
+    return Job(name=f"curve {name}", script="curve.py", words=words, launcher=launcher, gpu=gpu, limit=120)
+
+
+def steps(*cases: str, **options) -> Job:
+    collectives = ["--collectives"] if cases[0] == "lora_ddp_sp2" else []
+    words = ["--out", "FOLDER", *collectives, "--case", *cases]
+    return Job(name=f"steps {cases[0]}", script="train_steps.py", words=words, **options)
+
+
+PHASES = {
+    "agreement": [
+        Job(name="agreement", script="agreement.py", words=["FOLDER", "--cell", *AGREEMENT], limit=120),
+        curve("one", "python", 1, 4, gpu=0),
+        curve("one_again", "python", 1, 8, gpu=1),
+    ],
+    "curves": [
+        curve("ddp_sp2", "torchrun", 2, 4),
+        curve("fsdp2_sp2", "fsdp2_sp", 2, 4),
+        curve("ddp_dp2", "torchrun", 1, 4),
+        Job(
+            name="zero3",
+            script="agreement.py",
+            words=["FOLDER/zero3", "--cell", "zero3,2,full"],
+            launcher="zero3_sp",
+            limit=100,
+            environment={"DS_ACCELERATOR": "cuda"},
+        ),
+    ],
+    "one": [steps("lora_one", launcher="python", limit=90), steps("full_one_12", launcher="python", gpu=1, limit=90)],
+    "lora": [steps("lora_ddp_sp2", "lora_ddp_dp2", "lora_fsdp2_sp2", "lora_fsdp2_dp2", limit=200)],
+    "full": [steps("full_fsdp2_sp2", "full_fsdp2_sp2_12", "full_fsdp2_dp2_12", limit=130)],
+}
+
+
+def free_port() -> int:
+    """Below those that the system hands out to connections, which other jobs open meanwhile."""
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+    raise RuntimeError("No free port between 20000 and 30000.")
+
+
+def command(job: Job, folder: Path, processes: int, tiny: bool) -> list[str]:
+    words = [word.replace("FOLDER", str(folder)) for word in job.words] + (["--tiny"] if tiny else [])
+    script = [str(HERE / job.script), *words]
+    port = free_port()
+    if job.launcher == "python":
+        return [sys.executable, *script]
+    if job.launcher == "torchrun":
+        start = ["torch.distributed.run", f"--nproc_per_node={processes}", "--master_addr=127.0.0.1"]
+        return [sys.executable, "-m", *start, f"--master_port={port}", *script]
+    start = ["accelerate.commands.launch", "--config_file", str(CONFIGS / f"{job.launcher}.yaml")]
+    ranks = [f"--num_processes={processes}", f"--main_process_port={port}"]
+    return [sys.executable, "-m", *start, *ranks, *script]
+
+
+def impossible(job: Job, args: argparse.Namespace) -> str | None:
+    """Why a job is left out here, if it is."""
+    if job.launcher.startswith("zero3") and args.deepspeed is None and find_spec("deepspeed") is None:
+        return "deepspeed is not installed"
+    return None
+
+
+def environment(job: Job, args: argparse.Namespace, gpus: int) -> dict[str, str]:
+    own = {**ENVIRONMENT, **os.environ, **job.environment}
+    if args.deepspeed is not None and job.launcher.startswith("zero3"):
+        own["PYTHONPATH"] = f"{own.get('PYTHONPATH', '')}:{args.deepspeed}"
+    if not gpus:
+        own.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+        own.pop("DS_ACCELERATOR", None)
+        if not job.launcher.startswith(("zero3", "fsdp2")):
+            own["ACCELERATE_USE_CPU"] = "true"
+    elif job.launcher == "python":
+        own["CUDA_VISIBLE_DEVICES"] = str(job.gpu)
+    return own
+
+
+def end(process: subprocess.Popen) -> None:
+    """A launcher and its ranks, which are sessions of their own and would outlive it."""
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
+
+
+def run_phase(jobs: list[Job], work: Path, args: argparse.Namespace, gpus: int, started: float) -> None:
+    running = []
+    for job in jobs:
+        if reason := impossible(job, args):
+            print(f"# {job.name}: left out, {reason}", flush=True)
+            continue
+        log = work / f"{job.name.replace(' ', '_')}.log"
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                command(job, work, args.processes, args.tiny), env=environment(job, args, gpus), stdout=file,
+                stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        running.append((job, process, log, time.monotonic()))
+    while running:
+        time.sleep(0.2)
+        for entry in list(running):
+            job, process, log, begin = entry
+            seconds = time.monotonic() - begin
+            code = process.poll()
+            limit = job.limit * (5 if args.tiny else 1)  # a CPU that others use too
+            if code is None and seconds < limit and time.monotonic() - started < args.budget:
+                continue
+            if code is None:
+                end(process)
+                code = f"ended after its {limit} s or the budget"
+            running.remove(entry)
+            print(f"# {time.monotonic() - started:5.0f} s  {job.name}: {code} after {seconds:.0f} s", flush=True)
+            if code != 0:
+                lines = [line for line in log.read_text(errors="replace").splitlines() if "Warning" not in line]
+                told = [line for line in lines if "Error" in line][:8]
+                print("\n".join(line[:300] for line in (told or lines[-8:])), flush=True)
+
+
+PARTS = {
+    "agreement": "**/agreement.csv",
+    "curves": "curve_*.csv",
+    "collectives": "collectives.csv",
+    "steps": "steps_*.csv",
+}
+LOG = 100_000  # characters of a job's output that are kept
+
+
+def put_together(work: Path, out: Path) -> None:
+    """Files with one header each, as one file."""
+    for name, pattern in PARTS.items():
+        lines: list[str] = []
+        for part in sorted(work.glob(pattern)):
+            header, *rest = part.read_text(encoding="utf-8").splitlines()
+            lines += rest if lines else [header, *rest]
+        if lines:
+            (out / f"{name}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    logs = [f"=== {path.stem}\n{path.read_text(errors='replace')[-LOG:]}" for path in sorted(work.glob("*.log"))]
+    (out / "log.txt").write_text("\n".join(logs), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="a folder; files of these names are replaced")
+    parser.add_argument("--phase", nargs="+", choices=PHASES, default=list(PHASES))
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which everything is ended")
+    parser.add_argument("--deepspeed", type=Path, help="a folder that has the package, where it is not installed")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes")
+    args = parser.parse_args()
+    import torch
+
+    gpus = torch.cuda.device_count()
+    args.out.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        (work / "zero3").mkdir()
+        for name in args.phase:
+            if time.monotonic() - started < args.budget:
+                print(f"# {time.monotonic() - started:5.0f} s  phase {name}", flush=True)
+                run_phase(PHASES[name], work, args, gpus, started)
+                put_together(work, args.out)
+    subprocess.run([sys.executable, str(HERE / "summary.py"), str(args.out)], check=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""The arithmetic of benchmarks/multi_gpu: shares of a profiled step, and the prediction for many nodes."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks/multi_gpu"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"multi_gpu_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_shares_of_overlapping_kernels():
+    seconds = load("gpu_time").shares(
+        [
+            ("gemm", 0.0, 4.0),
+            ("gemm", 3.0, 5.0),  # on another stream
+            ("ncclDevKernel_AllGather_RING_LL(...)", 4.0, 7.0),  # 2 of 3 s exposed
+            ("ncclDevKernel_SendRecv(...)", 6.0, 8.0),  # 2 s exposed, 1 of them beside the gather
+            ("ncclDevKernel_ReduceScatter_Sum_f32", 1.0, 2.0),  # hidden
+            ("ncclKernel_Something", 9.0, 9.5),
+            ("Memcpy DtoD", 8.0, 8.5),
+        ]
+    )
+    assert seconds["compute_s"] == pytest.approx(5.5)
+    assert (seconds["all_gather_s"], seconds["exposed_all_gather_s"]) == pytest.approx((3.0, 2.0))
+    assert (seconds["all_to_all_s"], seconds["exposed_all_to_all_s"]) == pytest.approx((2.0, 2.0))
+    assert (seconds["reduce_scatter_s"], seconds["exposed_reduce_scatter_s"]) == pytest.approx((1.0, 0.0))
+    assert (seconds["other_nccl_s"], seconds["exposed_s"]) == pytest.approx((0.5, 3.5))
+
+
+def test_a_cpu_has_no_kernels():
+    assert set(load("gpu_time").shares([]).values()) == {0}
+
+
+def test_prediction_with_links_that_cost_nothing_or_everything():
+    cluster = load("cluster")
+    free = cluster.Measured(compute=4.0, tokens=8192, hidden=0.5, link=1e30, exchange=1e30)
+    one, many = (cluster.predict(free, nodes, 8, network=1e30) for nodes in (1, 16))
+    assert one["row_s"] == many["row_s"] == pytest.approx(1.0)  # eight GPUs on what took two 4 s
+    assert many["tokens_per_s"] == pytest.approx(16 * one["tokens_per_s"]) and many["gpus"] == 128
+    assert many["peak_gib"] < one["peak_gib"]
+    slow = cluster.predict(
+        free, 16, 8, network=1e9
+    )  # 20.9e9 parameters, 8 bytes each in all, 15/16 of an eighth of them
+    assert slow["gathers_s"] + slow["scatters_s"] == pytest.approx(8 * 20.9147e9 * 15 / 16 / 8 / 1e9, rel=1e-3)
+    assert slow["row_s"] == pytest.approx(slow["gathers_s"] + slow["scatters_s"])  # 1 s of it is hidden
+
+
+def test_measured_pieces_come_from_the_profiled_step():
+    cluster = load("cluster")
+    nothing = dict.fromkeys(("reduce_scatter_s", "all_reduce_s", "broadcast_s", "other_nccl_s"), "0")
+    row = {"case": "a", "profiled": "True", "seconds": "5", "exposed_s": "1", "lengths": "100 100", **nothing}
+    row |= {"all_gather_s": "1.5", "all_to_all_s": "0.5"}
+    rates = [{"collective": "all_gather", "gb_per_s": "300"}, {"collective": "all_to_all", "gb_per_s": "200"}]
+    found = cluster.measured([row, {**row, "profiled": "False", "seconds": "1"}], rates, "a")
+    assert (found.compute, found.tokens, found.hidden) == (2.0, 100, 0.5)
+    assert (found.link, found.exchange) == (300e9, 200e9)
+    with pytest.raises(ValueError, match="No profiled step of 'b'"):
+        cluster.measured([row], rates, "b")
