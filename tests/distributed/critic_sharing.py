@@ -110,6 +110,7 @@ def optimizer_of(named):
 
 
 def trainer_of(kind, size, checkpointing, dtype, budget):
+    model = policy("lora" if kind == "lora" else "full", dtype)  # before the arguments, which start ZeRO-3
     args = GptOssPPOConfig(
         str(FOLDER / "run"),
         critic=kind,
@@ -132,7 +133,6 @@ def trainer_of(kind, size, checkpointing, dtype, budget):
         sequence_parallel_size=size,
         max_tokens_per_micro_batch=budget,
     )
-    model = policy("lora" if kind == "lora" else "full", dtype)
     trainer = GptOssPPOTrainer(model, lambda **_: [], args, sharing.DATA, processing_class=TOKENIZER)
     critic = trainer.critic
     critic.head = critic.model.head = ExactHead(critic.head.weight.shape[0], dtype)
@@ -201,7 +201,10 @@ def parameters_of(trainer, kind, wrapper):
 def cell(wrapper, size, kind, checkpointing, dtype, budget=None):
     dtype = {"float64": torch.float64, "float32": torch.float32}[dtype]
     size, budget = int(size), None if budget is None else int(budget)
-    oracle = one_process(kind, dtype)  # first: under ZeRO-3 every model is made of shards
+    oracle, plain = (
+        one_process(kind, dtype),
+        one_process(kind, dtype, dtype),
+    )  # first: ZeRO-3 makes every model of shards
     trainer = trainer_of(kind, size, checkpointing == "checkpointing", dtype, budget)
     trainer._critic_optimizer = prepared(trainer, wrapper)
     if kind == "separate" and wrapper == "ddp":
@@ -223,7 +226,6 @@ def cell(wrapper, size, kind, checkpointing, dtype, budget=None):
         ours = parameters_of(trainer, kind, wrapper)
         worst["parameters"] = max(worst["parameters"], difference(ours, parameters, relative=False))
     if dtype == torch.float32:
-        plain = one_process(kind, dtype, torch.float32)
         worst["rounding"] = max(difference(a[1], b[1]) for a, b in zip(plain, oracle))
     worst["tensors"], worst["world"] = len(expected), dist.get_world_size()
     worst["group"] = trainer._sequence_group.size

@@ -9,12 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from ppo_run import CRITICS, TOKENIZER, build, critic_weights, logged, policy_weights, random_bytes, some_reward
+from ppo_run import (
+    CRITICS,
+    TOKENIZER,
+    build,
+    critic_weights,
+    logged,
+    policy_weights,
+    random_bytes,
+    settings_of,
+    some_reward,
+)
 from scripted_backend import HarmonyWriter, ScriptedBackend
 from tiny_policy import tiny_model
 from transformers import TrainerCallback
 
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssPPOTrainer
+from trl_gptoss.trainers.critics import load_backbone
 from trl_gptoss.trainers.policy_weights import PolicyWeights
 from trl_gptoss.trajectory import StopReason
 
@@ -555,6 +566,16 @@ def test_errors_say_what_to_do(tmp_path):
         build(tmp_path, model=get_peft_model(tiny_model(), lora), critic="separate")
     with pytest.raises(ValueError, match="already has an adapter named 'critic'"):
         build(tmp_path, model=get_peft_model(tiny_model(), lora, adapter_name="critic"))
+
+
+def test_a_model_in_parts_is_no_source_of_a_critic(tmp_path):
+    """What ZeRO-3 leaves of a model that is loaded after the training arguments: parameters without elements."""
+    model = tiny_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.new_empty(0)
+    with pytest.raises(ValueError, match="ZeRO-3 has taken apart"):
+        load_backbone(settings_of(tmp_path), model)
 
 
 def test_trajectories_are_logged_with_their_mean_advantage(tmp_path):

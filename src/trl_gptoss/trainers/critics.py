@@ -245,7 +245,8 @@ def load_backbone(args: GptOssPPOConfig, model: "str | PreTrainedModel | PeftMod
         model (`str`, [`~transformers.PreTrainedModel`] or `PeftModel`): the policy, as it was given to the trainer.
 
     Raises:
-        ValueError: a `PeftModel` without `critic_model_name_or_path`, or a head of another size.
+        ValueError: a `PeftModel` or a model in the parts of ZeRO-3 without `critic_model_name_or_path`, or a head of another
+            size.
     """
     source = args.critic_model_name_or_path or (model if isinstance(model, str) else None)
     if source is not None:
@@ -258,6 +259,12 @@ def load_backbone(args: GptOssPPOConfig, model: "str | PreTrainedModel | PeftMod
         raise ValueError(
             "critic='separate' cannot be copied from a PeftModel, whose modules hold its adapters. Set "
             "critic_model_name_or_path, or use critic='lora' or 'shared'."
+        )
+    elif any(parameter.numel() == 0 for parameter in model.get_decoder().parameters()):
+        raise ValueError(
+            "critic='separate' cannot be copied from a model whose weights ZeRO-3 has taken apart, which it does with models "
+            "that are loaded after the training arguments. Pass the model's name or path instead of the model, or set "
+            "critic_model_name_or_path."
         )
     else:
         backbone = copy.deepcopy(model.get_decoder())
