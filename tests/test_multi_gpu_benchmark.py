@@ -42,26 +42,29 @@ def test_a_cpu_has_no_kernels():
 
 def test_prediction_with_links_that_cost_nothing_or_everything():
     cluster = load("cluster")
-    free = cluster.Measured(compute=4.0, tokens=8192, hidden=0.5, link=1e30, exchange=1e30)
-    one, many = (cluster.predict(free, nodes, 8, network=1e30) for nodes in (1, 16))
-    assert one["row_s"] == many["row_s"] == pytest.approx(1.0)  # eight GPUs on what took two 4 s
-    assert many["tokens_per_s"] == pytest.approx(16 * one["tokens_per_s"]) and many["gpus"] == 128
-    assert many["peak_gib"] < one["peak_gib"]
-    slow = cluster.predict(
-        free, 16, 8, network=1e9
-    )  # 20.9e9 parameters, 8 bytes each in all, 15/16 of an eighth of them
-    assert slow["gathers_s"] + slow["scatters_s"] == pytest.approx(8 * 20.9147e9 * 15 / 16 / 8 / 1e9, rel=1e-3)
-    assert slow["row_s"] == pytest.approx(slow["gathers_s"] + slow["scatters_s"])  # 1 s of it is hidden
+    free = cluster.Pieces(lengths=[8192], gpu_seconds=8.0, link=1e30, exchange=1e30, source="")
+    one, many = (cluster.predict(free, nodes, network=1e30) for nodes in (1, 16))
+    for row in (one, many):  # eight GPUs on what takes one 8 s
+        assert row["least_s"] == pytest.approx(1.0) and row["most_s"] == pytest.approx(1.0)
+    assert many["gpus"] == 128 and many["peak_gib"] < one["peak_gib"]
+    slow = cluster.predict(free, 16, network=1e9)  # 20.9e9 parameters, 8 bytes each in all, 15/16 of an eighth of them
+    moved = 8 * 20.9147e9 * 15 / 16 / 8 / 1e9
+    assert slow["gathers_s"] + slow["scatters_s"] == pytest.approx(moved, rel=1e-3)
+    assert slow["least_s"] == pytest.approx(moved, rel=1e-3) and slow["most_s"] == pytest.approx(moved + 1, rel=1e-3)
 
 
 def test_measured_pieces_come_from_the_profiled_step():
     cluster = load("cluster")
-    nothing = dict.fromkeys(("reduce_scatter_s", "all_reduce_s", "broadcast_s", "other_nccl_s"), "0")
-    row = {"case": "a", "profiled": "True", "seconds": "5", "exposed_s": "1", "lengths": "100 100", **nothing}
-    row |= {"all_gather_s": "1.5", "all_to_all_s": "0.5"}
+    row = {"case": "a", "profiled": "True", "seconds": "5", "exposed_s": "1", "lengths": "100 100", "gpus": "2"}
     rates = [{"collective": "all_gather", "gb_per_s": "300"}, {"collective": "all_to_all", "gb_per_s": "200"}]
-    found = cluster.measured([row, {**row, "profiled": "False", "seconds": "1"}], rates, "a")
-    assert (found.compute, found.tokens, found.hidden) == (2.0, 100, 0.5)
+    found = cluster.from_rows([row, {**row, "profiled": "False", "seconds": "1"}], rates, "a")
+    assert (found.gpu_seconds, found.lengths) == (4.0, [100])  # two GPUs, two rows in 4 s
     assert (found.link, found.exchange) == (300e9, 200e9)
     with pytest.raises(ValueError, match="No profiled step of 'b'"):
-        cluster.measured([row], rates, "b")
+        cluster.from_rows([row], rates, "b")
+
+
+def test_the_committed_prediction_is_what_the_planner_says_today():
+    cluster = load("cluster")
+    committed = cluster.read(FOLDER / "cluster_prediction.csv")
+    assert committed == cluster.table([cluster.from_one_gpu(lengths) for lengths in cluster.TURNS])

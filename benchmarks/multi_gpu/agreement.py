@@ -32,8 +32,8 @@ WIDE = {
     "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128, "vocab_size": 1024, "initializer_range": 0.02,
 }  # fmt: skip
 # (prompt, completion) tokens of the rows of each rank; no document ends where a share does
-LENGTHS = ([(100, 1501), (41, 800)], [(16, 1102), (603, 3)])
-TINY_LENGTHS = ([(10, 41), (5, 20)], [(7, 31), (33, 1)])
+LENGTHS = ([(100, 1501), (41, 800)], [(16, 1102), (603, 3)]) * (WORLD // 2)
+TINY_LENGTHS = ([(10, 41), (5, 20)], [(7, 31), (33, 1)]) * (WORLD // 2)
 # LoRA's bf16 adapters of rank 2 have few entries, hence the wider of two bounds
 BOUND = {"full": 1.5, "lora": 2.0}
 GROUPS = ("sinks", "lora", "experts", "router", "self_attn", "norm", "embed_tokens", "lm_head")

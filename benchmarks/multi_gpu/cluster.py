@@ -1,19 +1,21 @@
-"""A PREDICTION of step time and memory on nodes of GPUs that nobody here has run on, from what two GPUs were measured at.
+"""A PREDICTION of step time and memory on many nodes, which nobody here has run on, from pieces that were measured:
 
-    python cluster.py --steps steps_h200.csv --collectives collectives_h200.csv --nodes 1 2 16 --out cluster.csv
+    python cluster.py --out cluster_prediction.csv                                          # from one GPU's rates
+    python cluster.py --steps steps_h200.csv --collectives collectives_h200.csv --out ...   # from a run of run_all.py
 
-Of a full fine-tuning step of gpt-oss-20b with FSDP2 over all GPUs (float32 master weights, bf16 computation, AdamW) and 8
-GPUs that share every sequence. What is taken from where:
+A full fine-tuning step of gpt-oss-20b: FSDP2 over all GPUs, float32 master weights, bf16 computation, AdamW, gradient
+checkpointing; the 8 GPUs of a node share every sequence. One turn is one packed list of sequences that a node works on, and
+every turn gathers all parameters twice and reduces all gradients.
 
-- computation: the seconds of two GPUs' step that no collective is responsible for, times two over eight (`--sequence`
-  ranks share what two did), which supposes that kernels are as efficient on a quarter of the heads and tokens;
-- all-to-all inside a node: bytes of the shape over the measured rate of two GPUs;
-- gathers (two a pass, bf16) and scatters (one, float32): bytes over the measured rate inside a node, over `--network` bytes
-  per second and GPU between nodes (an assumption: one 400 Gb/s adapter per GPU at 80 %);
-- how much of them computation hides: all that fits under it, `--hidden` of which (measured share of the two GPUs' run);
-- memory: `trl_gptoss.memory`, which was compared with the peaks of two GPUs.
+- computation: GPU-seconds of a turn by `trl_gptoss.step_time` (rates of one H200), or those of the profiled step of two GPUs,
+  divided by the GPUs that share it: kernels are taken to be as efficient on an eighth of the heads and tokens;
+- all-to-all: bytes over the rate measured inside a node, none of it hidden;
+- gathers (bf16, twice) and scatters (float32): bytes over the rate inside a node or between nodes, whichever takes longer. No
+  rate between nodes was measured: one 400 Gb/s adapter per GPU at 80 % is assumed (`--network`);
+- how much of them computation hides is not known: `least_s` hides all that fits under it, `most_s` nothing;
+- memory: `trl_gptoss.memory`.
 
-Not in it: generation, stragglers, checkpoints, anything that fails.
+Not in it: generation, tools, the optimizer, ranks that wait for each other, anything that fails.
 """
 
 import argparse
@@ -23,28 +25,42 @@ from pathlib import Path
 
 from trl_gptoss.memory import GIB, TrainSetup, predict_memory
 from trl_gptoss.plan_command import load_shape
+from trl_gptoss.step_time import ALL_TO_ALL, predict_step_time
 
 NETWORK = 0.8 * 400e9 / 8  # bytes per second and GPU
 BF16, FLOAT = 2, 4
+SHAPE = load_shape("openai/gpt-oss-20b")
+TURNS = ([24576], [24576] * 5, [131072])  # lengths of packed sequences
+NODES, PER_NODE = (1, 2, 4, 16), 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What the rows of two GPUs say.
+class Pieces:
+    """What a prediction is made of.
 
     Args:
-        compute (`float`): Seconds of computation of a rank for one shared row of `tokens`.
-        tokens (`int`): Tokens of that row.
-        hidden (`float`): Share of the collectives that computation hid.
+        lengths (`list[int]`): Tokens of the sequences of a turn.
+        gpu_seconds (`float`): Of computation in a turn, summed over the GPUs that share it.
         link (`float`): Bytes per second and direction of a GPU inside a node, gathers.
         exchange (`float`): The same, all-to-all.
+        source (`str`): Where the seconds come from.
     """
 
-    compute: float
-    tokens: int
-    hidden: float
+    lengths: list[int]
+    gpu_seconds: float
     link: float
     exchange: float
+    source: str
+
+
+def setup(tokens: int, **more: object) -> TrainSetup:
+    fixed = {"method": "full", "master_weights": True, "experts_token_chunk": 32768, "fused_elementwise": True}
+    return TrainSetup(tokens=tokens, **fixed, **more)
+
+
+def from_one_gpu(lengths: list[int]) -> Pieces:
+    seconds = predict_step_time(SHAPE, setup(sum(lengths)), lengths).total
+    return Pieces(lengths=lengths, gpu_seconds=seconds, link=ALL_TO_ALL, exchange=ALL_TO_ALL, source="step_time.py")
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -52,8 +68,8 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def measured(steps: list[dict[str, str]], collectives: list[dict[str, str]], case: str) -> Measured:
-    """From the fastest profiled step of `case`; several rows of a step are shared one after the other.
+def from_rows(steps: list[dict[str, str]], collectives: list[dict[str, str]], case: str) -> Pieces:
+    """From the fastest profiled step of `case`, whose rows were shared one after the other by all its GPUs.
 
     Raises:
         ValueError: no profiled step of that case.
@@ -63,64 +79,60 @@ def measured(steps: list[dict[str, str]], collectives: list[dict[str, str]], cas
         raise ValueError(f"No profiled step of {case!r} in the rows.")
     row = min(rows, key=lambda row: float(row["seconds"]))
     lengths = [int(length) for length in row["lengths"].split()]
-    kinds = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "other_nccl")
-    busy = sum(float(row[f"{kind}_s"]) for kind in kinds)
-    rates = {name: max(float(c["gb_per_s"]) for c in collectives if c["collective"] == name) * 1e9
-             for name in ("all_gather", "all_to_all")}  # fmt: skip
-    return Measured(
-        compute=(float(row["seconds"]) - float(row["exposed_s"])) / len(lengths), tokens=lengths[0],
-        hidden=1 - float(row["exposed_s"]) / busy if busy else 1.0, link=rates["all_gather"], exchange=rates["all_to_all"],
+    rates = {
+        name: max(float(c["gb_per_s"]) for c in collectives if c["collective"] == name) * 1e9
+        for name in ("all_gather", "all_to_all")
+    }
+    return Pieces(
+        lengths=lengths[:1], gpu_seconds=(float(row["seconds"]) - float(row["exposed_s"])) / len(lengths) * int(row["gpus"]),
+        link=rates["all_gather"], exchange=rates["all_to_all"], source=case,
     )  # fmt: skip
 
 
-def predict(found: Measured, nodes: int, per_node: int, network: float) -> dict[str, float]:
-    """Seconds of a micro-step in which every group of `per_node` ranks works on `per_node` rows, one after the other."""
-    shape, gpus = load_shape("openai/gpt-oss-20b"), nodes * per_node
-    turn = found.compute * 2 / per_node
+def predict(pieces: Pieces, nodes: int, per_node: int = PER_NODE, network: float = NETWORK) -> dict[str, object]:
+    """One turn on every node."""
+    gpus, tokens = nodes * per_node, sum(pieces.lengths)
+    compute = pieces.gpu_seconds / per_node
     others = (per_node - 1) / per_node
-    width = 2 * (shape.attention_width + shape.kv_width) * BF16  # q, k, v and the output of a token
-    exchange = (
-        3 * shape.num_layers * found.tokens / per_node * width * others / found.exchange
-    )  # checkpointing: 3 passes
-    # a rank receives what the others hold; between nodes the adapters of a node work together
-    inside, between = shape.parameters * others, shape.parameters * (nodes - 1) / nodes / per_node
-    if nodes == 1:
-        between = 0.0
-    gathers = 2 * BF16 * max(inside / found.link, between / network)
-    scatters = FLOAT * max(inside / found.link, between / network)
-    hidden = min(found.hidden * (gathers + scatters), turn)
-    each = turn + exchange + gathers + scatters - hidden
-    setup = TrainSetup(
-        tokens=found.tokens, method="full", num_gpus=gpus, sequence_parallel_size=per_node, sharding="fsdp2",
-        master_weights=True, experts_token_chunk=32768, fused_elementwise=True,
-    )  # fmt: skip
+    width = 2 * (SHAPE.attention_width + SHAPE.kv_width) * BF16  # q, k, v and the output of a token
+    exchange = 3 * SHAPE.num_layers * tokens / per_node * width * others / pieces.exchange  # forward, again, backward
+    # a GPU receives what its node has and it has not, and its part of what the node has not
+    inside, between = SHAPE.parameters * others, SHAPE.parameters * (nodes - 1) / nodes / per_node
+    each = max(inside / pieces.link, between / network)
+    gathers, scatters = 2 * BF16 * each, FLOAT * each
+    most = compute + exchange + gathers + scatters
+    least = exchange + max(compute, gathers + scatters)
+    shared = setup(tokens, num_gpus=gpus, sequence_parallel_size=per_node, sharding="fsdp2")
     return {
-        "gpus": gpus, "tokens_of_a_row": found.tokens, "row_s": each, "micro_step_s": per_node * each, "compute_s": turn,
-        "all_to_all_s": exchange, "gathers_s": gathers, "scatters_s": scatters, "hidden_s": hidden,
-        "tokens_per_s": found.tokens * nodes / each, "tokens_per_s_per_gpu": found.tokens / per_node / each,
-        "peak_gib": predict_memory(shape, setup).total / GIB,
+        "prediction": True, "source": pieces.source, "nodes": nodes, "gpus": gpus, "sequences": len(pieces.lengths),
+        "tokens": tokens, "compute_s": compute, "all_to_all_s": exchange, "gathers_s": gathers, "scatters_s": scatters,
+        "least_s": least, "most_s": most, "tokens_per_s_per_gpu_most": tokens / per_node / least,
+        "tokens_per_s_per_gpu_least": tokens / per_node / most, "peak_gib": predict_memory(SHAPE, shared).total / GIB,
     }  # fmt: skip
+
+
+def table(turns: list[Pieces], network: float = NETWORK) -> list[dict[str, str]]:
+    rows = [predict(pieces, nodes, network=network) for pieces in turns for nodes in NODES]
+    return [{k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in row.items()} for row in rows]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=Path, required=True)
-    parser.add_argument("--collectives", type=Path, required=True)
-    parser.add_argument("--case", default="full_fsdp2_sp2")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 16])
-    parser.add_argument("--per-node", type=int, default=8)
+    parser.add_argument("--steps", type=Path, help="rows of train_steps.py, with --collectives")
+    parser.add_argument("--collectives", type=Path)
+    parser.add_argument("--case", default="full_fsdp2_sp", help="of the rows")
     parser.add_argument("--network", type=float, default=NETWORK, help="bytes per second and GPU between nodes")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found = measured(read(args.steps), read(args.collectives), args.case)
-    rows = [{"prediction": True, "nodes": n, **predict(found, n, args.per_node, args.network)} for n in args.nodes]
-    rows = [{k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
-    print(f"# measured: {found}")
+    turns = [from_one_gpu(lengths) for lengths in TURNS]
+    if args.steps is not None:
+        turns = [from_rows(read(args.steps), read(args.collectives), args.case)]
+    rows = table(turns, args.network)
     for row in rows:
         print("  ".join(f"{name}={value}" for name, value in row.items()))
     if args.out:
         with args.out.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, rows[0])
+            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
 

@@ -30,7 +30,7 @@ from scripted_backend import ScriptedBackend
 from tiny_policy import tiny_model
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
-STEPS, ROWS = 20, 8  # rows of an optimizer step, of two prompts
+STEPS, GROUP = 20, 4  # completions of a prompt; every rank has one group in a step
 SHAPE = {
     "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 16,
     "num_key_value_heads": 4, "head_dim": 64, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128,
@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("name")
     parser.add_argument("--rows", type=int, default=4, help="of a micro-batch of one process")
+    parser.add_argument("--ranks", type=int, default=2, help="of the runs to compare: groups of a step")
     parser.add_argument("--size", type=int, default=1, help="sequence_parallel_size")
     parser.add_argument("--tiny", action="store_true", help="the tests' tiny model, to try the script without GPUs")
     args = parser.parse_args()
@@ -73,7 +74,7 @@ def main() -> None:
         model=tiny_model(**implementations, **({} if args.tiny else SHAPE)),
         prompts=[f"say {i}" for i in range(64)],
         per_device_train_batch_size=args.rows,
-        gradient_accumulation_steps=ROWS // (args.rows * WORLD),
+        gradient_accumulation_steps=GROUP * args.ranks // (args.rows * WORLD),
         sequence_parallel_size=args.size,
         padding_free=True,
         max_steps=STEPS,

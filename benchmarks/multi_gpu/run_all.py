@@ -42,7 +42,7 @@ class Job:
     Args:
         name (`str`): For the log.
         script (`str`): Beside this file.
-        words (`list[str]`): Its arguments; FOLDER is replaced.
+        words (`list[str]`): Its arguments; FOLDER, PROCESSES and P, their number between commas, are replaced.
         launcher (`str`): "python" (one process), "torchrun", or the name of a file in configs/accelerate.
         gpu (`int`): Which one, of a single process.
         limit (`int`): Seconds.
@@ -58,18 +58,18 @@ class Job:
 
 
 AGREEMENT = [
-    "one,full", "ddp,2,full", "fsdp2,2,full,checkpointing", "fsdp2_master,2,full", "wrong,first_sinks", "one,lora",
-    "ddp,2,lora,checkpointing", "fsdp2,1,full", "ddp,1,full", "wrong,summed_gradient",
+    "one,full", "ddp,P,full", "fsdp2,P,full,checkpointing", "fsdp2_master,P,full", "wrong,first_sinks", "one,lora",
+    "ddp,P,lora,checkpointing", "fsdp2,1,full", "ddp,1,full", "wrong,summed_gradient",
 ]  # fmt: skip
 
 
-def curve(name: str, launcher: str, size: int, rows: int, gpu: int = 0) -> Job:
-    words = ["FOLDER", name, "--size", str(size), "--rows", str(rows)]
+def curve(name: str, launcher: str, size: str, rows: int, gpu: int = 0) -> Job:
+    words = ["FOLDER", name, "--size", size, "--rows", str(rows), "--ranks", "PROCESSES"]
     return Job(name=f"curve {name}", script="curve.py", words=words, launcher=launcher, gpu=gpu, limit=120)
 
 
 def steps(*cases: str, **options) -> Job:
-    collectives = ["--collectives"] if cases[0] == "lora_ddp_sp2" else []
+    collectives = ["--collectives"] if cases[0] == "lora_ddp_sp" else []
     words = ["--out", "FOLDER", *collectives, "--case", *cases]
     return Job(name=f"steps {cases[0]}", script="train_steps.py", words=words, **options)
 
@@ -77,25 +77,25 @@ def steps(*cases: str, **options) -> Job:
 PHASES = {
     "agreement": [
         Job(name="agreement", script="agreement.py", words=["FOLDER", "--cell", *AGREEMENT], limit=120),
-        curve("one", "python", 1, 4, gpu=0),
-        curve("one_again", "python", 1, 8, gpu=1),
+        curve("one", "python", "1", 4, gpu=0),
+        curve("one_again", "python", "1", 8, gpu=1),
     ],
     "curves": [
-        curve("ddp_sp2", "torchrun", 2, 4),
-        curve("fsdp2_sp2", "fsdp2_sp", 2, 4),
-        curve("ddp_dp2", "torchrun", 1, 4),
+        curve("ddp_sp", "torchrun", "PROCESSES", 4),
+        curve("fsdp2_sp", "fsdp2_sp", "PROCESSES", 4),
+        curve("ddp_dp", "torchrun", "1", 4),
         Job(
             name="zero3",
             script="agreement.py",
-            words=["FOLDER/zero3", "--cell", "zero3,2,full"],
+            words=["FOLDER/zero3", "--cell", "zero3,P,full"],
             launcher="zero3_sp",
             limit=100,
             environment={"DS_ACCELERATOR": "cuda"},
         ),
     ],
     "one": [steps("lora_one", launcher="python", limit=90), steps("full_one_12", launcher="python", gpu=1, limit=90)],
-    "lora": [steps("lora_ddp_sp2", "lora_ddp_dp2", "lora_fsdp2_sp2", "lora_fsdp2_dp2", limit=200)],
-    "full": [steps("full_fsdp2_sp2", "full_fsdp2_sp2_12", "full_fsdp2_dp2_12", limit=130)],
+    "lora": [steps("lora_ddp_sp", "lora_ddp_dp", "lora_fsdp2_sp", "lora_fsdp2_dp", limit=200)],
+    "full": [steps("full_fsdp2_sp", "full_fsdp2_sp_12", "full_fsdp2_dp_12", limit=130)],
 }
 
 
@@ -109,7 +109,11 @@ def free_port() -> int:
 
 
 def command(job: Job, folder: Path, processes: int, tiny: bool) -> list[str]:
-    words = [word.replace("FOLDER", str(folder)) for word in job.words] + (["--tiny"] if tiny else [])
+    places = {"FOLDER": str(folder), "PROCESSES": str(processes), ",P,": f",{processes},"}
+    words = list(job.words)
+    for name, value in places.items():
+        words = [word.replace(name, value) for word in words]
+    words += ["--tiny"] if tiny else []
     script = [str(HERE / job.script), *words]
     port = free_port()
     if job.launcher == "python":

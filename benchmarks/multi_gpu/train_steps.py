@@ -1,6 +1,6 @@
 """Train steps at the width of gpt-oss-20b on one GPU or several; one process per GPU, started by `run_all.py`.
 
-    torchrun --nproc_per_node 2 train_steps.py --out FOLDER --case lora_ddp_sp2 lora_ddp_dp2
+    torchrun --nproc_per_node 2 train_steps.py --out FOLDER --case lora_ddp_sp lora_ddp_dp
 
 The cases are those of ../long_traces/steps.py, run by its `run`: everything but the sampling, random weights. Every process
 writes a line per micro-step to `FOLDER/steps_<case>_<rank>.csv` as soon as it is over. A step takes one row of tokens from every
@@ -49,40 +49,41 @@ class Ranks:
     Args:
         method (`str`): "lora" or "full".
         sharding (`str`): "none" (one GPU, or DDP) or "fsdp2".
-        size (`int`): sequence_parallel_size.
+        shared (`bool`): Whether all ranks share every sequence (sequence_parallel_size), or each has its own.
         lengths (`tuple[str, ...]`): A step each: "short" for a row of SHORT tokens per rank, "long" for one row of LONG
-            tokens and short rest; "+" behind it: profiled.
+            tokens and short ones on the other ranks; "+" behind it: profiled.
         layers (`int`): Of the model.
     """
 
     method: str
     sharding: str
-    size: int
+    shared: bool
     lengths: tuple[str, ...]
     layers: int = 24
 
 
 CASES = {
-    "lora_one": Ranks(method="lora", sharding="none", size=1, lengths=("short", "short", "long")),
-    "full_one_12": Ranks(method="full", sharding="none", size=1, lengths=("short", "short"), layers=12),
-    "lora_ddp_sp2": Ranks(
-        method="lora", sharding="none", size=2, lengths=("short", "short", "short+", "long", "long+")
+    "lora_one": Ranks(method="lora", sharding="none", shared=False, lengths=("short", "short", "long")),
+    "full_one_12": Ranks(method="full", sharding="none", shared=False, lengths=("short", "short"), layers=12),
+    "lora_ddp_sp": Ranks(
+        method="lora", sharding="none", shared=True, lengths=("short", "short", "short+", "long", "long+")
     ),
-    "lora_ddp_dp2": Ranks(method="lora", sharding="none", size=1, lengths=("short", "short", "short+")),
-    "lora_fsdp2_sp2": Ranks(method="lora", sharding="fsdp2", size=2, lengths=("short", "short", "short+", "long")),
-    "lora_fsdp2_dp2": Ranks(method="lora", sharding="fsdp2", size=1, lengths=("short", "short", "short+")),
-    "full_fsdp2_sp2": Ranks(method="full", sharding="fsdp2", size=2, lengths=("short", "short", "short+", "long")),
-    "full_fsdp2_sp2_12": Ranks(
-        method="full", sharding="fsdp2", size=2, lengths=("short", "short", "short+"), layers=12
+    "lora_ddp_dp": Ranks(method="lora", sharding="none", shared=False, lengths=("short", "short", "short+")),
+    "lora_fsdp2_sp": Ranks(method="lora", sharding="fsdp2", shared=True, lengths=("short", "short", "short+", "long")),
+    "lora_fsdp2_dp": Ranks(method="lora", sharding="fsdp2", shared=False, lengths=("short", "short", "short+")),
+    "full_fsdp2_sp": Ranks(method="full", sharding="fsdp2", shared=True, lengths=("short", "short", "short+", "long")),
+    "full_fsdp2_sp_12": Ranks(
+        method="full", sharding="fsdp2", shared=True, lengths=("short", "short", "short+"), layers=12
     ),
-    "full_fsdp2_dp2_12": Ranks(
-        method="full", sharding="fsdp2", size=1, lengths=("short", "short", "short+"), layers=12
+    "full_fsdp2_dp_12": Ranks(
+        method="full", sharding="fsdp2", shared=False, lengths=("short", "short", "short+"), layers=12
     ),
 }
 
 
 def rows_of(kind: str, tiny: bool) -> list[int]:
-    rows = [SHORT, SHORT] if kind.startswith("short") else [LONG, REST]
+    ranks = max(WORLD, 2)  # one process takes two rows, one after the other
+    rows = [SHORT] * ranks if kind.startswith("short") else [LONG] + [REST] * (ranks - 1)
     return [max(row // 256, 16) for row in rows] if tiny else rows
 
 
@@ -141,7 +142,7 @@ class Writer(TrainerCallback):
         traced = self.trainer.traced.get(number, {})
         columns = ["compute_s", "exposed_s", *(f"{prefix}{kind}_s" for kind in KINDS for prefix in ("", "exposed_"))]
         self.rows.add(
-            case=self.name, gpus=WORLD, rank=RANK, sharding=self.ranks.sharding, sequence_parallel_size=self.ranks.size,
+            case=self.name, gpus=WORLD, rank=RANK, sharding=self.ranks.sharding, sequence_parallel_size=WORLD if self.ranks.shared else 1,
             **case_columns(self.case), generation=generation, micro_step=number % per_generation,
             rows=self.ranks.lengths[generation].rstrip("+"), lengths=" ".join(map(str, lengths)), tokens=sum(lengths), seconds=round(step.seconds, 4),
             optimizer_s="" if step.optimizer_seconds is None else round(step.optimizer_seconds, 4),
@@ -157,8 +158,8 @@ class Writer(TrainerCallback):
         shape = ModelShape.from_config(self.trainer._base_model.config.get_text_config())
         setups = [self._setup(length) for length in lengths]
         seconds = [predict_step_time(shape, setup).total for setup in setups]
-        shared = self.ranks.size > 1
-        return predict_memory(shape, max(setups, key=lambda s: s.tokens)), sum(seconds) if shared else max(seconds)
+        largest = max(setups, key=lambda s: s.tokens)
+        return predict_memory(shape, largest), sum(seconds) if self.ranks.shared else max(seconds)
 
     def _setup(self, tokens: int) -> TrainSetup:
         # FSDP2 is applied before the trainer sees the model, so it does not know of it
@@ -186,7 +187,7 @@ def run_case(name: str, folder: Path, tiny: bool) -> None:
     writer = Writer(name, ranks, case, Rows(folder / f"steps_{name}_{RANK}.csv"), tiny)
 
     def build(case: Case, model: GptOssForCausalLM, output: str) -> GRPOTrainer:
-        trainer = build_trainer(case, model, output, clock(ranks), sequence_parallel_size=ranks.size)
+        trainer = build_trainer(case, model, output, clock(ranks), sequence_parallel_size=WORLD if ranks.shared else 1)
         if ranks.sharding == "fsdp2":
             assert_sharded(shard_model(trainer.model, shard_mesh("cuda" if ON_GPU else "cpu")))
         trainer.traced, writer.trainer = {}, trainer
