@@ -85,9 +85,9 @@ class OnPolicyMixin(RouterReplayMixin, PaddingFreeMixin):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         forced = self.args.on_policy != "off" and self.state.global_step == self._generated_at
         if forced:
-            if self.accelerator.sync_gradients:  # an optimizer step follows
-                self._store_old_logps()
             inputs = {name: value for name, value in inputs.items() if name != "old_per_token_logps"}
+            if self.accelerator.sync_gradients:  # an optimizer step follows
+                self._store_old_logps()  # for later visits: a copy of this slice is what goes on from here
         elif self.args.on_policy != "off" and "old_per_token_logps" not in inputs:
             raise RuntimeError(
                 f"A micro-batch generated at optimizer step {self._generated_at} is used at step "
