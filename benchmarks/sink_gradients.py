@@ -51,9 +51,9 @@ def sink_gradients(model: GptOssForCausalLM) -> torch.Tensor | None:
 
 
 def measure(
-    model: GptOssForCausalLM, sequences: list[torch.Tensor], exact: torch.Tensor, exact_grads: torch.Tensor
-) -> dict:
-    """Errors of one implementation."""
+    row: dict, model: GptOssForCausalLM, sequences: list[torch.Tensor], exact: torch.Tensor, exact_grads: torch.Tensor
+) -> None:
+    """Errors of one implementation, into `row` as they come: what is refused late leaves the ones before it."""
     device = model.device
     longest = max(LENGTHS)
     ids = torch.stack([torch.nn.functional.pad(x, (longest - len(x), 0)) for x in sequences]).to(device)
@@ -61,14 +61,14 @@ def measure(
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
     rows = [row[keep.bool()] for row, keep in zip(logits, mask)]
-    row = {"padded": distance(torch.cat(rows), exact)}
+    row["padded"] = distance(torch.cat(rows), exact)
     loss(rows).backward()
     grads = sink_gradients(model)
     row["dsinks"] = "None" if grads is None else distance(grads, exact_grads)
     packed = torch.cat([torch.arange(n) for n in LENGTHS])[None].to(device)
     with torch.no_grad():
         logits = model(input_ids=torch.cat(sequences)[None].to(device), position_ids=packed, use_cache=False).logits[0]
-    return row | {"packed": distance(logits, exact)}
+    row["packed"] = distance(logits, exact)
 
 
 def main() -> None:
@@ -95,7 +95,7 @@ def main() -> None:
                 model = copy.deepcopy(oracle).to(args.device, dtype)
                 model.zero_grad()
                 model.set_attn_implementation(name)
-                row |= measure(model, sequences, exact, exact_grads)
+                measure(row, model, sequences, exact, exact_grads)
             except (ImportError, ValueError, RuntimeError, NotImplementedError, OSError, AssertionError) as error:
                 row["refused"] = f"{type(error).__name__}: {' '.join(str(error).split())[:90]}"
             rows.append(row)
