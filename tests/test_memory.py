@@ -239,5 +239,8 @@ def test_command(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert cli.main(["plan", "--model", str(tmp_path)]) == 1
     assert "'llama'" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{")
+    assert cli.main(["plan", "--model", str(tmp_path)]) == 1
+    assert "is no JSON" in capsys.readouterr().err
     GptOssConfig(num_hidden_layers=2).save_pretrained(tmp_path)
     assert cli.main(["plan", "--model", str(tmp_path)]) == 0

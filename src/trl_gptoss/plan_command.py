@@ -75,7 +75,11 @@ def load_shape(model: str) -> ModelShape:
         raise FileNotFoundError(
             f"--model {model!r} is not one of {', '.join(MODELS)} and {path} does not exist; give a folder with a config.json."
         )
-    return ModelShape.from_config(json.loads(path.read_text()))
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as e:
+        raise ValueError(f"{path} is no JSON ({e}); give a folder with the config.json of a GPT-OSS.") from None
+    return ModelShape.from_config(config)
 
 
 def choose(shape: ModelShape, setup: TrainSetup, room: float) -> tuple[TrainSetup, list[str]]:
