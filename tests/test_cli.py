@@ -57,6 +57,15 @@ def test_a_missing_run_is_one_line_and_status_1(tmp_path, capsys):
     assert err.startswith("trl-gptoss report: ") and "does not exist" in err and err.count("\n") == 1
 
 
+def test_what_the_system_or_the_hub_refuses_is_one_line_and_status_1(tmp_path, capsys, monkeypatch):
+    def refuse(args):
+        raise NotADirectoryError(20, "Not a directory", str(tmp_path / "file"))
+
+    monkeypatch.setattr("trl_gptoss.report.command.run", refuse)
+    assert main(["report", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith("trl-gptoss report: [Errno 20] Not a directory")
+
+
 def test_a_wrong_tiny_model_is_one_line_and_status_1(tmp_path, capsys):
     assert main(["tiny-model", str(tmp_path / "out"), "--tokenizer", "gpt-oss", "--cache-dir", str(tmp_path)]) == 1
     assert "--tokenizer-path" in capsys.readouterr().err

@@ -388,6 +388,10 @@ def test_warning_names_the_choice():
     assert "stale weights" in ess_warning(stale, "sequence")
     narrow = rollout_correction(log_ratio, zeros, ones, level="token", mode="mask", low=0.999, high=1.001).metrics
     assert "Widen" in ess_warning(narrow, "token")
+    unknown = torch.where(torch.arange(16).unsqueeze(1) < 9, torch.nan, zeros)  # the others agree perfectly
+    for sampler, share in ((unknown, "56%"), (zeros + torch.nan, "100%")):
+        silent = rollout_correction(zeros, sampler, ones, level="token", mode="truncate", high=2.0).metrics
+        assert f"{share} of 262144 sampled tokens have no usable" in ess_warning(silent, "token")
     flat = torch.full_like(log_ratio, -0.01)  # every turn at the clamp: equal weights of e^-20
     held = rollout_correction(flat, zeros, ones, level="turn", mode="truncate", high=2.0).metrics
     assert held["ess_weights"] == pytest.approx(1) and "level='geometric'" in ess_warning(held, "turn")

@@ -210,6 +210,24 @@ def test_bad_setups(change: dict, message: str):
         TrainSetup(**{"tokens": 8, **change})
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--gpu-memory", "0"],
+        ["--gpu-memory", "nan"],
+        ["--engine-memory", "-4"],
+        ["--engine-memory", "nan"],
+        ["--extra-models", "-1"],
+        ["--lengths", "1", "2"],
+        ["--tokens", "8", "--lengths", "-1", "9"],
+    ],
+)
+def test_numbers_that_mean_nothing_are_one_line_and_status_1(capsys, wrong):
+    assert cli.main(["plan", *wrong]) == 1
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1 and "expected" in err and wrong[-2 if len(wrong) == 2 else -3] in err
+
+
 def test_command(capsys, tmp_path):
     assert cli.main(["plan", "--tokens", "131072", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -221,5 +239,8 @@ def test_command(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert cli.main(["plan", "--model", str(tmp_path)]) == 1
     assert "'llama'" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{")
+    assert cli.main(["plan", "--model", str(tmp_path)]) == 1
+    assert "is no JSON" in capsys.readouterr().err
     GptOssConfig(num_hidden_layers=2).save_pretrained(tmp_path)
     assert cli.main(["plan", "--model", str(tmp_path)]) == 0

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser(chosen).parse_args(argv)
     try:
         return importlib.import_module(COMMANDS[args.command].module).run(args)
-    except (FileNotFoundError, ModuleNotFoundError, ValueError) as e:
+    except (OSError, ModuleNotFoundError, ValueError) as e:  # a missing file, a model name or a Hub that is not there
         print(f"trl-gptoss {args.command}: {e}", file=sys.stderr)
         return 1
 

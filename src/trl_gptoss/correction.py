@@ -247,10 +247,18 @@ def ess_warning(metrics: dict[str, float], level: Level, threshold: float = 0.5,
     Args:
         metrics (`dict[str, float]`): from `summarize_stats`, over all ranks.
         level (`str`): the level in use. `"sequence"` is judged by `ess_sequence`, the others by `ess_weights`.
-        threshold (`float`, *optional*, defaults to `0.5`): smallest effective fraction that passes.
+        threshold (`float`, *optional*, defaults to `0.5`): smallest effective fraction that passes; as many tokens need
+            usable log-probabilities.
         min_sequences (`int`, *optional*, defaults to `8`): with fewer the estimate says nothing, and nothing is reported.
     """
     name = "ess_sequence" if level == "sequence" else "ess_weights"
+    untrusted = metrics.get("untrusted_fraction", 0.0)
+    if metrics["sequences"] >= min_sequences and untrusted > 1 - threshold:  # the rest may be weighted perfectly
+        return (
+            f"rollout correction: {untrusted:.0%} of {metrics['tokens']:.0f} sampled tokens have no usable log-probability (NaN "
+            "or infinite), and a correction leaves them out of the loss. Let the sampler report one for every token it "
+            "samples, or set rollout_correction_level='off'."
+        )
     # Equal weights have a perfect sample size even when the clamp holds all of them at e^-20.
     vanishing = metrics.get("weight_mean", 1.0) < 0.1
     if metrics["sequences"] < min_sequences or (metrics.get(name, 1.0) >= threshold and not vanishing):

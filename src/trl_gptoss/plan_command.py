@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,7 +75,11 @@ def load_shape(model: str) -> ModelShape:
         raise FileNotFoundError(
             f"--model {model!r} is not one of {', '.join(MODELS)} and {path} does not exist; give a folder with a config.json."
         )
-    return ModelShape.from_config(json.loads(path.read_text()))
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as e:
+        raise ValueError(f"{path} is no JSON ({e}); give a folder with the config.json of a GPT-OSS.") from None
+    return ModelShape.from_config(config)
 
 
 def choose(shape: ModelShape, setup: TrainSetup, room: float) -> tuple[TrainSetup, list[str]]:
@@ -92,7 +97,24 @@ def choose(shape: ModelShape, setup: TrainSetup, room: float) -> tuple[TrainSetu
     return setup, used
 
 
+def _check_numbers(args: argparse.Namespace) -> None:
+    if not 0 < args.gpu_memory < math.inf:
+        raise ValueError(f"--gpu-memory is {args.gpu_memory} GiB, expected a positive number (H200: 139).")
+    if not 0 <= args.engine_memory < math.inf:
+        raise ValueError(
+            f"--engine-memory is {args.engine_memory} GiB, expected 0 or more (0: no engine on this GPU)."
+        )
+    if args.extra_models < 0:
+        raise ValueError(f"--extra-models is {args.extra_models}, expected 0 or more.")
+    if args.lengths is not None and (min(args.lengths) < 1 or sum(args.lengths) != args.tokens):
+        raise ValueError(
+            f"--lengths sum to {sum(args.lengths)} with a shortest of {min(args.lengths)}, expected positive lengths that sum "
+            f"to --tokens {args.tokens}."
+        )
+
+
 def run(args: argparse.Namespace) -> int:
+    _check_numbers(args)
     shape = load_shape(args.model)
     sharding = args.sharding or ("fsdp2" if args.gpus > 1 else "none")
     setup = TrainSetup(

@@ -61,7 +61,11 @@ def test_problems_are_one_line(base, tmp_path, capsys):
     assert "not an empty folder" in capsys.readouterr().err
     assert main(["export", str(base), str(tmp_path / "out"), "--base", "x"]) == 1
     assert "--base is for adapters" in capsys.readouterr().err
-    for device, problem in (("gpu0", "no device of torch"), ("cuda", "finds no CUDA GPU")):
+    for device, problem in (
+        ("gpu0", "no device of torch"),
+        ("meta", "cannot hold the weights"),
+        ("cuda", "finds no CUDA GPU"),
+    ):
         if device != "cuda" or not torch.cuda.is_available():
             with pytest.raises(SystemExit):
                 main(["export", str(base), str(tmp_path / "out"), "--device", device])

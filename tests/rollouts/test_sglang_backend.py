@@ -163,7 +163,9 @@ def test_the_trainer_learns_from_it_and_keeps_it_up_to_date(server, tmp_path):
         trainer.save_model, lambda: trainer.state.global_step, str(tmp_path / "weights"), backend, True,
         trainer.accelerator.wait_for_everyone,
     )  # fmt: skip
+    assert trainer._only_measures  # the policy would sample itself
     trainer.use_backend(backend)
+    assert not trainer._only_measures  # the default corrects for another program
     trainer.train()
     assert len(differences) == 12 and max(differences) < 1e-4
     assert [path for path, _ in server.requests].count("/update_weights_from_disk") == 2  # before steps 2 and 3

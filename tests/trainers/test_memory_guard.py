@@ -7,8 +7,9 @@ from tiny_policy import byte_tokenizer, tiny_model
 
 from trl_gptoss.memory import GIB
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer
-from trl_gptoss.trainers.memory_guard import difference
+from trl_gptoss.trainers.memory_guard import _Before, difference
 from trl_gptoss.trainers.offload import CheckpointOffload
+from trl_gptoss.trainers.sequence_options import _check_turns
 
 TOKENIZER = byte_tokenizer()
 DATA = Dataset.from_list([{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(64)])
@@ -71,7 +72,8 @@ def test_a_second_try_gives_the_weights_of_a_run_with_room(tmp_path):
     assert trainer.args.max_tokens_per_micro_batch <= 150
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-6)
-    assert sum("reward" in entry for entry in trainer.state.log_history) == 2
+    steps = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert len(steps) == 2 and all(entry["reward"] is not None for entry in steps)  # None: logged without a value
 
 
 def test_what_was_done_before_the_failure_does_not_count_twice(tmp_path):
@@ -86,17 +88,30 @@ def test_what_was_done_before_the_failure_does_not_count_twice(tmp_path):
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-6)
 
 
-def test_gradients_and_metrics_are_put_back(tmp_path):
+def test_what_an_attempt_has_changed_is_put_back(tmp_path):
     trainer = build(tmp_path, oom_retries=1)
     parameter = next(p for p in trainer.model.parameters() if p.requires_grad)
     parameter.grad = torch.ones_like(parameter)
-    trainer._prepared = (0, {})
+    trainer._metrics["train"]["reward"].append(2.0)
+    trainer._correction_rows, trainer._checked_at = ["first micro-batch"], 3
+    trainer._prepared, trainer._before = (0, {}), _Before.of(trainer)
+    expected = torch.get_rng_state()
     with trainer._undone_if_out_of_memory() as attempt:
         parameter.grad += 5
+        trainer._metrics["train"]["reward"].append(1.0)
         trainer._metrics["train"]["loss_parts"].append(1.0)
+        trainer._correction_rows.append("second")
+        trainer._checked_at, trainer.entropy_coef = 4, 0.5
+        trainer._scores = (parameter * 2, None, None)
+        torch.rand(1)
         raise torch.OutOfMemoryError("no room\nfurther lines")
     assert attempt.error == "no room"
-    assert torch.equal(parameter.grad, torch.ones_like(parameter)) and not trainer._metrics["train"]["loss_parts"]
+    assert torch.equal(parameter.grad, torch.ones_like(parameter))
+    assert trainer._metrics["train"] == {"reward": [2.0]}
+    assert trainer._correction_rows == ["first micro-batch"]
+    assert (trainer._checked_at, trainer.entropy_coef) == (3, 0.0)
+    assert trainer._scores is None  # its graph would take the room of the second try
+    assert torch.equal(torch.get_rng_state(), expected)
 
 
 def test_without_retries_the_error_says_what_to_change(tmp_path):
@@ -130,6 +145,21 @@ def test_difference():
     assert difference(10 * GIB, 10.9 * GIB) is None
     assert "planner expected 10.0 GiB (-17%)" in difference(10 * GIB, 12 * GIB)
     assert difference(12 * GIB, 10 * GIB) is not None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"entropy_coef": 0.1, "loss_type": "dapo"},
+        {"rollout_correction_level": "token", "rollout_correction_mode": "truncate", "loss_type": "bnpo"},
+    ],
+)
+def test_what_parts_cannot_give_is_refused_before_the_first_retry(tmp_path, settings):
+    args = GptOssGRPOConfig(str(tmp_path), oom_retries=1, bf16=False, use_cpu=True, **settings)
+    with pytest.raises(ValueError, match="oom_retries=0"):
+        _check_turns(args)
+    args.oom_retries = 0
+    _check_turns(args)
 
 
 def test_bad_settings(tmp_path):

@@ -53,6 +53,14 @@ def _device(name: str) -> torch.device:
         raise argparse.ArgumentTypeError(f"{name!r} is no device of torch, expected cpu, cuda or cuda:1") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise argparse.ArgumentTypeError(f"{name}: torch finds no CUDA GPU; leave --device out to export on the CPU")
+    if device.type not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(
+            f"{name!r} cannot hold the weights of an export, expected cpu, cuda or cuda:1"
+        )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(
+            f"{name}: torch finds {torch.cuda.device_count()} CUDA GPU(s), counted from cuda:0; choose one of them"
+        )
     return device
 
 

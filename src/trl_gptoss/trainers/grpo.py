@@ -302,6 +302,7 @@ class GptOssGRPOTrainer(
                 "completions are made by TRL. Pass a rollout_func instead."
             )
         self._engine.backend = backend
+        self._only_measures = False  # another program samples now, and rollout_correction_level="auto" corrects for it
 
     def _check_stop_ids(self, stop_ids: list[int]) -> None:
         """The three ids that end a Harmony turn are not negotiable, and the model must be able to sample them."""

@@ -5,6 +5,7 @@ says what was asked for and which setting to change next, and with `oom_retries`
 tried again, from the gradients that were there before it.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import nn
 from trl import GRPOTrainer
 
 from ..memory import GIB, ModelShape, TrainSetup, predict_memory
+from .checkpointing import RandomState
 from .config import GptOssGRPOConfig
 from .loading import is_gpt_oss
 from .optimizer_options import EIGHT_BIT_ADAMW
@@ -35,7 +37,8 @@ class MemoryMixin(GRPOTrainer):
     """The methods of [`GRPOTrainer`] around a micro-batch's forward and backward.
 
     Overridden, and why:
-        `_prepare_inputs`: a second try takes the batch that was generated for the first.
+        `_prepare_inputs`: a second try takes the batch that was generated for the first, and starts from the state behind
+            the generation.
         `compute_loss`: where generation ends and the measured part of a step begins.
         `training_step`: catches what runs out of memory; reads the peak.
     """
@@ -45,17 +48,17 @@ class MemoryMixin(GRPOTrainer):
     _start: tuple[int, dict[str, Any], float] | None = (
         None  # bytes in use, batch, and bytes of gradients still to come
     )
+    _before: "_Before | None" = None  # what an attempt changes, as it was
     _checked: bool = False
     _retries: int = 0
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        if self._prepared is not None and self._prepared[0] == self._step:
-            return self._prepared[1]
-        inputs = super()._prepare_inputs(generation_batch)
-        self._prepared = (self._step, inputs)
-        return inputs
+        if self._prepared is None or self._prepared[0] != self._step:
+            self._prepared = (self._step, super()._prepare_inputs(generation_batch))
+        self._before = _Before.of(self) if self._can_retry else None  # now: what generation has logged stays
+        return self._prepared[1]
 
     def compute_loss(
         self,
@@ -85,31 +88,26 @@ class MemoryMixin(GRPOTrainer):
                     return loss
                 self._divide_further(attempt.error)
         finally:
-            self._prepared = self._start = None
+            self._prepared = self._start = self._before = None
 
     # ---- running out ----
 
     @contextmanager
     def _undone_if_out_of_memory(self) -> Iterator["_Attempt"]:
-        """Catches an out-of-memory error after generation, and puts gradients and metrics back where they were."""
+        """Catches an out-of-memory error after generation, and puts back what the attempt has changed."""
         attempt = _Attempt()
-        lengths = {name: len(values) for name, values in self._metrics["train"].items()}
-        gradients = None
-        if self._can_retry:
-            gradients = [(p, p.grad if p.grad is None else p.grad.clone()) for p in self.model.parameters()]
         try:
             yield attempt
         except torch.OutOfMemoryError as error:
             if self._prepared is None:  # while generating: nothing to divide
                 raise
-            if gradients is None:
+            if self._before is None:
                 raise torch.OutOfMemoryError(f"{error}\n{self.explain_out_of_memory()}") from error
-            attempt.error = str(error).splitlines()[0]
+            attempt.error = str(error).partition("\n")[0]
         if attempt.error is not None:  # here, because the exception's frames keep the tensors of the step alive
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            for name, values in self._metrics["train"].items():
-                del values[lengths.get(name, 0) :]
+            self._scores = None  # of a turn whose backward failed: with its graph
+            self._before.restore(self)
+            self._before = None
             if self.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -242,6 +240,42 @@ class MemoryMixin(GRPOTrainer):
 @dataclass(slots=True)
 class _Attempt:
     error: str | None = None  # of what ran out of memory
+
+
+# Beside metrics and gradients, what a forward changes: rows of the next log, the step of the last recomputation, and TRL's
+# controller of the entropy.
+_CHANGED = ("_correction_rows", "_checked_at", "entropy_coef", "_last_world_entropy", "_entropy_window_stats")
+
+
+@dataclass(slots=True)
+class _Before:
+    """What a micro-batch changes, as it was before its forward. Gradients are copies."""
+
+    gradients: list[tuple[nn.Parameter, torch.Tensor | None]]
+    metric_counts: dict[str, int]
+    attributes: dict[str, Any]
+    random: RandomState  # dropout of a second try is that of a run that began with its micro-batches
+
+    @classmethod
+    def of(cls, trainer: MemoryMixin) -> "_Before":
+        return cls(
+            gradients=[(p, None if p.grad is None else p.grad.clone()) for p in trainer.model.parameters()],
+            metric_counts={name: len(values) for name, values in trainer._metrics["train"].items()},
+            attributes={name: copy.copy(getattr(trainer, name)) for name in _CHANGED},
+            random=RandomState.capture(),
+        )
+
+    def restore(self, trainer: MemoryMixin) -> None:
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+        metrics = trainer._metrics["train"]
+        for name in list(metrics):
+            del metrics[name][self.metric_counts.get(name, 0) :]
+            if name not in self.metric_counts:
+                del metrics[name]
+        for name, value in self.attributes.items():
+            setattr(trainer, name, value)
+        self.random.restore()
 
 
 def difference(predicted: float, measured: float) -> str | None:

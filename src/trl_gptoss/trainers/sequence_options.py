@@ -104,17 +104,18 @@ def _check_turns(args: GptOssGRPOConfig) -> None:
             f"{what}; top_entropy_quantile={args.top_entropy_quantile} needs the entropies of all ranks' tokens before the "
             "first of them. Set top_entropy_quantile=1.0."
         )
+    divides = args.max_tokens_per_micro_batch is not None or args.oom_retries > 0
     entropy = args.entropy_coef != 0 or args.use_adaptive_entropy
-    if entropy and args.max_tokens_per_micro_batch is not None and args.loss_type != "bnpo":
+    if entropy and divides and args.loss_type != "bnpo":
         raise ValueError(
             f"{what}; the entropy bonus is a mean of tokens and loss_type={args.loss_type!r} is not, so their parts have "
-            "different weights. Set max_tokens_per_micro_batch=None, or loss_type='bnpo'."
+            "different weights. Set max_tokens_per_micro_batch=None and oom_retries=0, or loss_type='bnpo'."
         )
     corrects = args.rollout_correction_level != "off" and (args.use_vllm or args.rollout_correction_level != "auto")
-    if corrects and args.max_tokens_per_micro_batch is not None and args.loss_type == "bnpo":
+    if corrects and divides and args.loss_type == "bnpo":
         raise ValueError(
             f"{what}; loss_type='bnpo' divides by the tokens that rollout correction keeps, which is known only after the "
-            "last part. Set max_tokens_per_micro_batch=None, or another loss_type."
+            "last part. Set max_tokens_per_micro_batch=None and oom_retries=0, or another loss_type."
         )
     if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
         raise ValueError(f"{what}; {args.optim} steps inside of backward. Choose another optimizer.")
