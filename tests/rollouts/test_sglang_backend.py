@@ -184,3 +184,17 @@ def test_a_trainer_without_harmony_rollouts_refuses_it(tmp_path):
     )
     with pytest.raises(ValueError, match="rollout_func"):
         trainer.use_backend(SglangBackend("http://x", STOP))
+
+
+def test_a_loss_that_cannot_be_corrected_in_parts_refuses_it(tmp_path):
+    """Only measured, `bnpo` works in parts; another sampler makes the default correct."""
+    args = GptOssGRPOConfig(
+        str(tmp_path), per_device_train_batch_size=2, num_generations=2, loss_type="bnpo", max_tokens_per_micro_batch=64,
+        bf16=False, use_cpu=True, report_to="none",
+    )  # fmt: skip
+    data = Dataset.from_list([{"prompt": [{"role": "user", "content": "x"}]}] * 2)
+    model = tiny_model(attn_implementation="sink_fa3")
+    trainer = GptOssGRPOTrainer(model, lambda completions, **k: [0.0] * 2, args, data, processing_class=TOKENIZER)
+    with pytest.raises(ValueError, match="rollout correction keeps"):
+        trainer.use_backend(SglangBackend("http://x", STOP))
+    assert trainer._only_measures and not isinstance(trainer._engine.backend, SglangBackend)

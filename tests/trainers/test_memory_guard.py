@@ -9,7 +9,7 @@ from trl_gptoss.memory import GIB
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer
 from trl_gptoss.trainers.memory_guard import _Before, difference
 from trl_gptoss.trainers.offload import CheckpointOffload
-from trl_gptoss.trainers.sequence_options import _check_turns
+from trl_gptoss.trainers.sequence_options import _check_turns, check_corrected_parts
 
 TOKENIZER = byte_tokenizer()
 DATA = Dataset.from_list([{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(64)])
@@ -148,18 +148,15 @@ def test_difference():
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"entropy_coef": 0.1, "loss_type": "dapo"},
-        {"rollout_correction_level": "token", "rollout_correction_mode": "truncate", "loss_type": "bnpo"},
-    ],
+    ("check", "settings"),
+    [(_check_turns, {"entropy_coef": 0.1, "loss_type": "dapo"}), (check_corrected_parts, {"loss_type": "bnpo"})],
 )
-def test_what_parts_cannot_give_is_refused_before_the_first_retry(tmp_path, settings):
+def test_what_parts_cannot_give_is_refused_before_the_first_retry(tmp_path, check, settings):
     args = GptOssGRPOConfig(str(tmp_path), oom_retries=1, bf16=False, use_cpu=True, **settings)
     with pytest.raises(ValueError, match="oom_retries=0"):
-        _check_turns(args)
+        check(args)
     args.oom_retries = 0
-    _check_turns(args)
+    check(args)
 
 
 def test_bad_settings(tmp_path):

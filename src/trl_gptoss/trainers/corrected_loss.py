@@ -57,6 +57,10 @@ class CorrectionMixin(GRPOTrainer):
         self._correction_rows = []
         self.vllm_importance_sampling_correction = False
 
+    @property
+    def _corrects(self) -> bool:
+        return self._correction is not None and not self._only_measures
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
         if self._correction is None or not self.model.training or not self._share_sampling_logps(output):

@@ -62,7 +62,7 @@ from .router_replay import record_generation
 from .sampled_logs import SampledLogs, SampledRollout
 from .sampling import EpochRepeatSampler
 from .saving import SavingMixin
-from .sequence_options import choose_padding_free
+from .sequence_options import check_corrected_parts, choose_padding_free
 from .vllm_rollouts import VllmMixin
 
 if TYPE_CHECKING:
@@ -189,6 +189,8 @@ class GptOssGRPOTrainer(
         self._train_sinks()
         reference = None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
         self._set_up_padding_free(choose_padding_free(args, self.model, self.accelerator))
+        if self._corrects:
+            check_corrected_parts(args)
         prepare_experts(args, self.model, reference, self.accelerator.device)
         if args.activation_offloading:
             CheckpointOffload(self._base_model)
@@ -294,13 +296,16 @@ class GptOssGRPOTrainer(
                 samples with the ids of `HarmonyVocabulary.stop_ids`.
 
         Raises:
-            ValueError: rollouts are TRL's own here (another tokenizer, or a `rollout_func`).
+            ValueError: rollouts are TRL's own here (another tokenizer, or a `rollout_func`), or the loss cannot be corrected
+                in parts.
         """
         if self._engine is None:
             raise ValueError(
                 "use_backend needs the Harmony rollouts of this trainer; with another tokenizer, or with a rollout_func, "
                 "completions are made by TRL. Pass a rollout_func instead."
             )
+        if self._correction is not None:
+            check_corrected_parts(self.args)
         self._engine.backend = backend
         self._only_measures = False  # another program samples now, and rollout_correction_level="auto" corrects for it
 

@@ -90,10 +90,7 @@ def choose_padding_free(args: GptOssGRPOConfig, model: nn.Module, accelerator: A
 
 def _check_turns(args: GptOssGRPOConfig) -> None:
     """What is not a sum over parts of a micro-batch cannot be back-propagated part by part."""
-    what = (
-        f"sequence_parallel_size={args.sequence_parallel_size} and "
-        f"max_tokens_per_micro_batch={args.max_tokens_per_micro_batch} (or oom_retries={args.oom_retries}) back-propagate parts of a micro-batch one after another"
-    )
+    what = _what(args)
     if args.router_aux_loss_coef != 0:
         raise ValueError(
             f"{what}; the router's auxiliary loss is a product of means over all tokens and not a sum of parts. Set "
@@ -104,18 +101,39 @@ def _check_turns(args: GptOssGRPOConfig) -> None:
             f"{what}; top_entropy_quantile={args.top_entropy_quantile} needs the entropies of all ranks' tokens before the "
             "first of them. Set top_entropy_quantile=1.0."
         )
-    divides = args.max_tokens_per_micro_batch is not None or args.oom_retries > 0
     entropy = args.entropy_coef != 0 or args.use_adaptive_entropy
-    if entropy and divides and args.loss_type != "bnpo":
+    if entropy and _divides(args) and args.loss_type != "bnpo":
         raise ValueError(
             f"{what}; the entropy bonus is a mean of tokens and loss_type={args.loss_type!r} is not, so their parts have "
             "different weights. Set max_tokens_per_micro_batch=None and oom_retries=0, or loss_type='bnpo'."
         )
-    corrects = args.rollout_correction_level != "off" and (args.use_vllm or args.rollout_correction_level != "auto")
-    if corrects and divides and args.loss_type == "bnpo":
-        raise ValueError(
-            f"{what}; loss_type='bnpo' divides by the tokens that rollout correction keeps, which is known only after the "
-            "last part. Set max_tokens_per_micro_batch=None and oom_retries=0, or another loss_type."
-        )
     if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
         raise ValueError(f"{what}; {args.optim} steps inside of backward. Choose another optimizer.")
+
+
+def check_corrected_parts(args: GptOssGRPOConfig) -> None:
+    """Refuse a loss whose divisor the rollout correction decides, where a micro-batch is divided.
+
+    Args:
+        args ([`GptOssGRPOConfig`]): of a trainer that corrects, and does not only measure.
+
+    Raises:
+        ValueError: `loss_type="bnpo"` with `max_tokens_per_micro_batch` or `oom_retries`.
+    """
+    if _divides(args) and args.loss_type == "bnpo":
+        raise ValueError(
+            f"{_what(args)}; loss_type='bnpo' divides by the tokens that rollout correction keeps, which is known only after "
+            "the last part. Set max_tokens_per_micro_batch=None and oom_retries=0, or another loss_type."
+        )
+
+
+def _divides(args: GptOssGRPOConfig) -> bool:
+    return args.max_tokens_per_micro_batch is not None or args.oom_retries > 0
+
+
+def _what(args: GptOssGRPOConfig) -> str:
+    return (
+        f"sequence_parallel_size={args.sequence_parallel_size} and "
+        f"max_tokens_per_micro_batch={args.max_tokens_per_micro_batch} (or oom_retries={args.oom_retries}) back-propagate parts "
+        "of a micro-batch one after another"
+    )
