@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
 from fsdp2_without_gpu import fsdp2_without_gpu
+from logged_curves import curves
 from ppo_run import build
 from tiny_policy import tiny_model
 from torch.distributed.tensor import DTensor
@@ -26,14 +27,6 @@ torch.set_num_threads(1)
 FOLDER, CRITIC, WHAT = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 RANK = int(os.environ["RANK"])
 ZERO3, FSDP2 = "ACCELERATE_USE_DEEPSPEED" in os.environ, "ACCELERATE_USE_FSDP" in os.environ
-TIMES = (
-    "step_time",
-    "train_runtime",
-    "train_samples_per_second",
-    "train_steps_per_second",
-    "total_flos",
-    "train_loss",
-)
 
 
 def by_prompt(prompt: list[int], _: random.Random) -> list[int]:
@@ -83,6 +76,5 @@ trainer = build(
 if WHAT != "straight":
     torch.manual_seed(12345)
 trainer.train(resume_from_checkpoint=WHAT != "straight")
-curves = [{k: v for k, v in entry.items() if k not in TIMES} for entry in trainer.state.log_history]
-torch.save({"curves": curves, "weights": weights(trainer)}, FOLDER / f"{WHAT}_{RANK}.pt")
+torch.save({"curves": curves(trainer), "weights": weights(trainer)}, FOLDER / f"{WHAT}_{RANK}.pt")
 torch.distributed.destroy_process_group()

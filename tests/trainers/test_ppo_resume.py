@@ -5,19 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from logged_curves import curves
 from ppo_run import CRITICS, build, critic_weights, policy_weights
 from tiny_policy import tiny_model
 
 from trl_gptoss.trainers.critic_checkpoint import load_critic
 
-TIMES = (
-    "step_time",
-    "train_runtime",
-    "train_samples_per_second",
-    "train_steps_per_second",
-    "total_flos",
-    "train_loss",
-)
 # Step 3 of 6: inside of the second epoch of the first generation batch, one step after the warm-up.
 SETTINGS = {
     "save_strategy": "steps",
@@ -28,10 +21,6 @@ SETTINGS = {
     "critic_learning_rate": 2e-2,
     "lr_scheduler_type": "linear",
 }
-
-
-def curves(trainer):
-    return [{k: v for k, v in entry.items() if k not in TIMES} for entry in trainer.state.log_history]
 
 
 def straight_and_resumed(tmp_path, **settings):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from logged_curves import curves
 from peft import LoraConfig
 from tiny_policy import byte_tokenizer, tiny_model
 from transformers import TrainerCallback
@@ -17,14 +18,6 @@ from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer
 from trl_gptoss.trainers.checkpointing import is_complete, last_complete_checkpoint
 
 TOKENIZER = byte_tokenizer()
-TIMES = (
-    "step_time",
-    "train_runtime",
-    "train_samples_per_second",
-    "train_steps_per_second",
-    "total_flos",
-    "train_loss",
-)
 
 
 def add(a: int, b: int) -> int:
@@ -73,10 +66,6 @@ def build(output_dir, reward=length_reward, rows=64, dropout=0.0, callbacks=None
         tools=[add],
         callbacks=callbacks,
     )
-
-
-def curves(trainer):
-    return [{k: v for k, v in entry.items() if k not in TIMES} for entry in trainer.state.log_history]
 
 
 def weights(trainer):
