@@ -57,15 +57,14 @@ class NothingElse:
         """Nothing is open."""
 
 
-register_executor("none", NothingElse)
-
-
 def register_arithmetic(behind: str) -> str:
-    """Register an [`ArithmeticExecutor`] in front of the executor of the name `behind`, and return its own name.
+    """Register an [`ArithmeticExecutor`] in front of the executor of the name `behind` (`"none"`: of [`NothingElse`]), and
+    return its own name.
 
     Raises:
         `ExecutorUnavailable`: what is behind it cannot isolate on this machine.
     """
-    name, executor = f"arithmetic+{behind}", get_executor(behind)
+    name = f"arithmetic+{behind}"
+    executor = NothingElse() if behind == "none" else get_executor(behind)
     register_executor(name, lambda: ArithmeticExecutor(executor))
     return name
