@@ -43,14 +43,15 @@ def accelerate_launch(config, processes, port):
 
 
 def check(cell, ranks, processes=4):
-    """Against float64 arithmetic on the same numbers; see `difference` in `sharing.py`. A float32 cell may be off by 1e-5, or
-    by as much as one process in plain float32 is (`rounding`), which is 1.6e-5 with LoRA and ratios of sequences."""
+    """Against float64 arithmetic on the same numbers; see `difference` in `sharing.py`. In float32 the gradients that are compared
+    are those of the first step: later ones are taken where the optimizer has led, and its rounding (6e-7, in `parameters`)
+    becomes up to 1.2e-5 there (`later_gradients`)."""
     _, size, kind, _, dtype, *_ = cell.split(",")
     for seen in ranks:
-        bound = 1e-12 if dtype == "float64" else max(1e-5, seen["rounding"])
+        bound = 1e-12 if dtype == "float64" else 1e-5
         assert seen["world"] == processes and seen["group"] == int(size)
         assert seen["tensors"] == TENSORS[kind]
-        assert seen["gradients"] <= bound and max(seen["loss"], seen["parameters"]) <= min(bound, 1e-5), (cell, seen)
+        assert max(seen["loss"], seen["gradients"], seen["parameters"]) <= bound, (cell, seen)
 
 
 FAST = (
