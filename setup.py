@@ -13,7 +13,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -77,12 +77,15 @@ class BuildPyWithKernels(build_py):
             BUILD.build_kernels(target / BUILD.LIBRARY, source=PROJECT, log=say)
 
 
+class DistributionWithKernels(Distribution):
+    """The library is no extension module of Python, but what belongs to one platform lies and is tagged as if it were."""
+
+    def has_ext_modules(self) -> bool:
+        return super().has_ext_modules() or kernels_can_be_built()
+
+
 class PlatformWheel(bdist_wheel):
     """A wheel with the library depends on the platform, but on no Python version: the library uses torch's stable ABI."""
-
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = not kernels_can_be_built()
 
     def get_tag(self) -> tuple[str, str, str]:
         if self.root_is_pure:
@@ -90,4 +93,4 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", sysconfig.get_platform().replace("-", "_").replace(".", "_")
 
 
-setup(cmdclass={"build_py": BuildPyWithKernels, "bdist_wheel": PlatformWheel})
+setup(distclass=DistributionWithKernels, cmdclass={"build_py": BuildPyWithKernels, "bdist_wheel": PlatformWheel})
