@@ -49,7 +49,8 @@ def predict_memory(shape: ModelShape, setup: TrainSetup) -> MemoryPrediction:
         of_critic = replace(setup, method="full") if setup.critic == "separate" else setup
         passes["critic: "] = _pass(shape, of_critic, value_head_bytes(shape, of_critic))
         if not setup.accumulates and setup.critic == "separate":  # it comes after the policy
-            passes[""].parts["gradients to come"] -= _gradients(shape, of_critic, shape.num_layers)
+            decoder = shape.num_layers * shape.layer_parameters + _input_embedding(shape)
+            passes[""].parts["gradients to come"] -= _to_come(of_critic, decoder)
     name = max(passes, key=lambda name: sum(passes[name].parts.values()))
     parts |= passes[name].parts
     worst = name + passes[name].worst
@@ -80,33 +81,35 @@ def _pass(shape: ModelShape, setup: TrainSetup, head: float) -> MemoryPrediction
     if setup.activation_checkpointing:
         count = min(count, _CHECKPOINTS_ON_GPU) if setup.activation_offloading else count
         name, size, own = "checkpoints", hidden, 1
+    first_layer = shape.layer_parameters + _input_embedding(shape)
+    all_layers = first_layer + (shape.num_layers - 1) * shape.layer_parameters
     moments = [
-        ("head", count, head, _gradients(shape, setup, shape.num_layers) + _head_gradient(shape, setup)),
-        (worst, count - 1 + own, at_work, _gradients(shape, setup, shape.num_layers)),
-        (worst, own, at_work, _gradients(shape, setup, 1)),
+        ("head", count, head, all_layers + shape.embedding_parameters),
+        (worst, count - 1 + own, at_work, all_layers),
+        (worst, own, at_work, first_layer),
     ]
     predictions = [
-        MemoryPrediction(parts={name: n * size, "layer at work": work, "gradients to come": -to_come}, worst=where)
-        for where, n, work, to_come in moments
+        MemoryPrediction(
+            parts={name: n * size, "layer at work": work, "gradients to come": -_to_come(setup, left)}, worst=where
+        )
+        for where, n, work, left in moments
     ]
     return max(predictions, key=lambda prediction: prediction.total)
 
 
-def _gradients(shape: ModelShape, setup: TrainSetup, layers: int) -> float:
-    """Bytes of the gradients that a pass has still to make when so many layers and the input embedding are left.
+def _to_come(setup: TrainSetup, parameters: int) -> float:
+    """Bytes of the gradients that a pass has still to make when those of so many parameters are left.
 
     The layer at work counts as left: what it makes is part of its work. Adapters are too small to count.
     """
     if setup.accumulates or setup.method == "lora":
         return 0
-    embedding = 0 if shape.tied else shape.embedding_parameters
-    return (layers * shape.layer_parameters + embedding) * (FLOAT if setup.master_weights else HALF) / setup.shards
+    return parameters * (FLOAT if setup.master_weights else HALF) / setup.shards
 
 
-def _head_gradient(shape: ModelShape, setup: TrainSetup) -> float:
-    if setup.accumulates or setup.method == "lora":
-        return 0
-    return shape.embedding_parameters * (FLOAT if setup.master_weights else HALF) / setup.shards
+def _input_embedding(shape: ModelShape) -> int:
+    """Parameters of an input embedding of its own; a tied one is the head's."""
+    return 0 if shape.tied else shape.embedding_parameters
 
 
 def _states(shape: ModelShape, setup: TrainSetup) -> dict[str, float]:
@@ -131,7 +134,7 @@ def _critic_states(shape: ModelShape, setup: TrainSetup) -> int:
     if setup.critic not in ("separate", "lora"):
         return 0
     if setup.critic == "separate":  # a model without language head
-        trained = shape.parameters - (0 if shape.tied else shape.embedding_parameters)
+        trained = shape.parameters - _input_embedding(shape)
         width = FLOAT if setup.master_weights else HALF
     else:
         trained, width = lora_parameters(shape, setup.lora_rank, setup.lora_experts), FLOAT
