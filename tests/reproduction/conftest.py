@@ -7,6 +7,14 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks/reproduction"))
 
 
+@pytest.fixture(autouse=True)
+def executors_as_before(monkeypatch):
+    """Cells register executors of their own; other tests name all there are."""
+    from trl_gptoss.environments import executor
+
+    monkeypatch.setattr(executor, "_FACTORIES", dict(executor._FACTORIES))
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     from pretrain import make_tokenizer
