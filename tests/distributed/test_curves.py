@@ -3,13 +3,13 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from launching import accelerate, free_port, run_well
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("curves.py")
@@ -17,13 +17,10 @@ SCRIPT = Path(__file__).with_name("curves.py")
 
 def start(folder, what, world, processes=None):
     """Plain processes, so that no launcher ends the others when one dies."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environment = {
         **os.environ,
         **{"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)},
     }
     return [
         subprocess.Popen(
@@ -106,19 +103,6 @@ def make(folder):
 
 
 def accelerate_run(folder, config, precision):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    path = Path(__file__).parents[2] / f"configs/accelerate/{config}.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path), "--num_processes=2"]
-    options = [f"--mixed_precision={precision}", f"--main_process_port={port}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [*command, *options, str(SCRIPT), str(folder), "visits"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    launcher = accelerate(config, 2, f"--mixed_precision={precision}")
+    run_well([*launcher, SCRIPT, folder, "visits"], timeout=800)
     return [json.loads((folder / f"visits_{rank}.json").read_text()) for rank in range(2)]

@@ -1,14 +1,11 @@
 """PPO by two processes is PPO by one, for every critic: with DDP, with sequences shared between the two, with FSDP2 and ZeRO-3."""
 
-import os
-import socket
-import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from launching import accelerate, needs_deepspeed, run_well, torchrun
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("ppo_trainer_ranks.py")
@@ -16,40 +13,24 @@ CRITICS = ("separate", "shared", "lora")
 SHARING = ("separate-sp", "lora-sp")  # a shared critic refuses sequence parallelism
 SHARDED = ("separate-fsdp2", "shared-fsdp2")  # the LoRA critic refuses FSDP and DeepSpeed
 ZERO3 = ("separate-zero3", "shared-zero3")
-CONFIG = Path(__file__).parents[2] / "configs/accelerate/zero3.yaml"
 
 
 def launch(launcher: list[str], folder: Path, what: tuple[str, ...]) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), str(folder), *what],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    run_well([*launcher, SCRIPT, folder, *what], timeout=1500)
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("one")
-    launch([], folder, (*CRITICS, "separate-epochs"))
+    launch([sys.executable], folder, (*CRITICS, "separate-epochs"))
     return folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ppo_ranks")
-    two = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
     # fsdp2 last: from there on Accelerate wraps nothing
-    launch(two, folder, (*CRITICS, "separate-epochs", *SHARING, "shared_broken", *SHARDED))
+    launch(torchrun(2), folder, (*CRITICS, "separate-epochs", *SHARING, "shared_broken", *SHARDED))
     return folder
 
 
@@ -77,12 +58,11 @@ def test_two_processes_are_one(one, folder, what):
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra `deepspeed`")
+@needs_deepspeed
 @pytest.mark.parametrize("what", ZERO3)
 def test_two_processes_with_zero3_are_one(one, tmp_path, what):
     """DeepSpeed compiles an operator at its first start, for minutes; set TORCH_EXTENSIONS_DIR to keep it."""
-    accelerate = ["-m", "accelerate.commands.launch", "--config_file", str(CONFIG), "--num_processes=2"]
-    launch([*accelerate, f"--main_process_port={free_port()}"], tmp_path, (what,))
+    launch(accelerate("zero3", 2), tmp_path, (what,))
     print(what, compare(one, tmp_path, what, ranks=1))
 
 

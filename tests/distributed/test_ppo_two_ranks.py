@@ -1,14 +1,12 @@
 """PPO's losses over two real processes give the gradient of one."""
 
 import json
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from launching import run_well, torchrun
 
 pytestmark = pytest.mark.distributed
 SCRIPT = Path(__file__).with_name("ppo_two_ranks.py")
@@ -17,20 +15,8 @@ SCRIPT = Path(__file__).with_name("ppo_two_ranks.py")
 @pytest.fixture(scope="module")
 def gradients(tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("gradients")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    two = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-    for launcher in ([], two):
-        done = subprocess.run(
-            [sys.executable, *launcher, str(SCRIPT), str(folder)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+    for launcher in ([sys.executable], torchrun(2)):
+        run_well([*launcher, SCRIPT, folder], timeout=240, ACCELERATE_USE_CPU="true")
     return {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
 
 

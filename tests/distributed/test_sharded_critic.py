@@ -4,21 +4,15 @@ Both runs have the curves of DDP, too, with all that Accelerate does around the 
 Adam.
 """
 
-import os
 import shutil
-import socket
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from launching import accelerate, needs_deepspeed, run_well
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(3600)]
 SCRIPT = Path(__file__).with_name("sharded_critic.py")
-CONFIGS = Path(__file__).parents[2] / "configs/accelerate"
-needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra `deepspeed`")
 # DeepSpeed compiles an operator at its first start, for minutes; set TORCH_EXTENSIONS_DIR to keep it.
 SHARDINGS = ["fsdp2", pytest.param("zero3", marks=needs_deepspeed)]
 SHARDS = {
@@ -33,20 +27,7 @@ SHARDS = {
 
 def run(folder: Path, sharding: str, critic: str, what: str) -> list[dict]:
     """What each rank found."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{sharding}.yaml")]
-    options = ["--num_processes=2", "--mixed_precision=no", f"--main_process_port={port}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [*command, *options, str(SCRIPT), str(folder), critic, what],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_well([*accelerate(sharding, 2, "--mixed_precision=no"), SCRIPT, folder, critic, what], timeout=1500)
     return [torch.load(folder / f"{what}_{rank}.pt") for rank in (0, 1)]
 
 

@@ -2,14 +2,10 @@
 
 import itertools
 import json
-import os
-import socket
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from launching import accelerate, needs_deepspeed, run, run_well, torchrun
 from wrong_sharing import VARIANTS
 
 pytestmark = pytest.mark.distributed
@@ -17,35 +13,17 @@ SCRIPT = Path(__file__).with_name("sharing.py")
 TENSORS = {"full": 37, "lora": 18}
 
 
-CONFIGS = Path(__file__).parents[2] / "configs/accelerate"
-
-
 def launch(folder, cells, processes=4, timeout=280, zero3=False, script=SCRIPT):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
-    if zero3:
-        command = accelerate_launch("zero3", processes, port)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    if not zero3:
-        environment["ACCELERATE_USE_CPU"] = "true"
-    done = subprocess.run(
-        [*command, str(script), str(folder), *cells], env=environment, capture_output=True, text=True, timeout=timeout
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    launcher = accelerate("zero3", processes) if zero3 else torchrun(processes)
+    environment = {} if zero3 else {"ACCELERATE_USE_CPU": "true"}
+    run_well([*launcher, script, folder, *cells], timeout, **environment)
     return {c: [json.loads((folder / f"{c}_{rank}.json").read_text()) for rank in range(processes)] for c in cells}
 
 
-def accelerate_launch(config, processes, port):
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{config}.yaml")]
-    return [*command, f"--num_processes={processes}", f"--main_process_port={port}"]
-
-
 def check(cell, ranks, processes=4):
-    """Against float64 arithmetic on the same numbers; see `difference` in `sharing.py`. In float32 the gradients that are compared
-    are those of the first step: later ones are taken where the optimizer has led, and its rounding (6e-7, in `parameters`)
-    becomes up to 1.2e-5 there (`later_gradients`)."""
+    """Against float64 arithmetic on the same numbers; see `difference` in `sharing.py`. In float32 the gradients of a step are
+    compared with those at the parameters that it starts from: at the oracle's own, the rounding of the optimizer (1e-6, in
+    `parameters`) would count as theirs and become up to 1.2e-5."""
     _, size, kind, _, dtype, *_ = cell.split(",")
     for seen in ranks:
         bound = 1e-12 if dtype == "float64" else 1e-5
@@ -93,9 +71,6 @@ def test_the_grid(tmp_path, wrapper, size):
         check(cell, ranks)
 
 
-needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra `deepspeed`")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @needs_deepspeed
@@ -130,13 +105,7 @@ def test_a_sharded_checkpoint_goes_on_with_another_number_of_ranks(tmp_path, pro
 )
 def test_the_configurations_as_they_are(tmp_path, config, kind):
     """The fsdp2 files need GPUs: there Accelerate shards nothing without them, which the trainer refuses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [*accelerate_launch(config, 2, port), str(SCRIPT.with_name("launched.py")), str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1700)
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_well([*accelerate(config, 2), SCRIPT.with_name("launched.py"), tmp_path], timeout=1700)
     for rank in range(2):
         seen = json.loads((tmp_path / f"{rank}.json").read_text())
         assert seen["type"] == kind and seen["world"] == 2 and seen["changed"] and len(seen["log"]) == 3
@@ -146,10 +115,5 @@ def test_the_configurations_as_they_are(tmp_path, config, kind):
 
 @pytest.mark.slow
 def test_an_fsdp_launch_that_accelerate_ignores_is_refused(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [*accelerate_launch("fsdp2", 2, port), str(SCRIPT.with_name("launched.py")), str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = run([*accelerate("fsdp2", 2), SCRIPT.with_name("launched.py"), tmp_path], timeout=280)
     assert done.returncode != 0 and "nothing would be sharded" in done.stderr, done.stderr[-6000:]

@@ -1,13 +1,10 @@
 """Two real processes over gloo."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launching import run_well, torchrun
 from logged_curves import TIMES
 
 pytestmark = pytest.mark.distributed
@@ -15,19 +12,7 @@ SCRIPT = Path(__file__).with_name("two_ranks.py")
 
 
 def launch(folder, *what, timeout=240):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [*command, str(SCRIPT), str(folder), *what],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_well([*torchrun(2), SCRIPT, folder, *what], timeout)
     return {w: [json.loads((folder / f"{w}_{rank}.json").read_text()) for rank in range(2)] for w in what}
 
 
