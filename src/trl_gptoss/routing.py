@@ -105,8 +105,9 @@ def _replayed(state: _RouterState, own: torch.Tensor, router: GptOssTopKRouter) 
         )
     replay = replay.to(own.device, torch.long)
     recorded = replay[:, :1] >= 0
-    with torch.no_grad():
-        differs = (replay.sort(dim=1).values != own.sort(dim=1).values).any(dim=1, keepdim=True) & recorded
+    with torch.no_grad():  # both have their experts once each, so all of one among the other means equal sets
+        same = (replay[:, :, None] == own[:, None, :]).any(dim=2).all(dim=1, keepdim=True)
+        differs = ~same & recorded
         state.differences.append(torch.stack([differs.sum(), recorded.sum()]))
     return torch.where(recorded, replay, own)
 
@@ -189,34 +190,19 @@ def capture_routing(model: nn.Module, *, every_forward: bool = False) -> Iterato
 class ReplayRecord:
     """What `replay_routing` yields."""
 
-    def __init__(self, states: list[_RouterState]) -> None:
-        self._states = states
+    def __init__(self, differences: list[list[torch.Tensor]]) -> None:
+        self._differences = differences  # of each layer; a replay inside of this one has its own
 
     def differences(self) -> torch.Tensor:
         """`(2,)` int64: choices (of a token in a layer) in which the router alone would have taken other experts, and
         all replayed choices."""
-        counts = [count.cpu() for state in self._states for count in state.differences]
-        return torch.stack(counts).sum(0) if counts else torch.zeros(2, dtype=torch.long)
+        counts = [count for layer in self._differences for count in layer]
+        if not counts:
+            return torch.zeros(2, dtype=torch.long)
+        return torch.stack([count.to(counts[0].device) for count in counts]).sum(0).cpu()
 
 
-@contextmanager
-def replay_routing(model: nn.Module, indices: torch.Tensor) -> Iterator[ReplayRecord]:
-    """Use recorded experts instead of the router's choice.
-
-    Scores are the softmax of the model's own logits at the recorded experts. Stay inside the context until backward is
-    done when gradient checkpointing recomputes the forward.
-
-    Args:
-        model (`torch.nn.Module`): A model with GPT-OSS routers.
-        indices (`torch.Tensor` of shape `(L, T, k)`, integer): Experts per layer and token, for example of
-            `RoutingRecord.indices`. A row that starts with -1 leaves the choice to the router.
-    """
-    states = _states(model)
-    if indices.ndim != 3 or indices.shape[0] != len(states) or indices.is_floating_point():
-        raise ValueError(
-            f"replay_routing expects integer indices of shape ({len(states)}, tokens, top_k), one entry per layer, and "
-            f"got {indices.dtype} of shape {tuple(indices.shape)}."
-        )
+def _check_indices(model: nn.Module, indices: torch.Tensor) -> None:
     experts = next(m.num_experts for m in model.modules() if isinstance(m, GptOssTopKRouter))
     if indices.numel() and int(indices.max()) >= experts:
         raise ValueError(f"replay_routing got expert {int(indices.max())}; the model has {experts} experts.")
@@ -226,11 +212,36 @@ def replay_routing(model: nn.Module, indices: torch.Tensor) -> Iterator[ReplayRe
             "replay_routing got rows that mix recorded experts and -1. A row holds the top_k experts of one token, or "
             "starts with -1 where the router shall choose."
         )
+
+
+@contextmanager
+def replay_routing(model: nn.Module, indices: torch.Tensor, *, checked: bool = False) -> Iterator[ReplayRecord]:
+    """Use recorded experts instead of the router's choice.
+
+    Scores are the softmax of the model's own logits at the recorded experts. Stay inside the context until backward is
+    done when gradient checkpointing recomputes the forward.
+
+    Args:
+        model (`torch.nn.Module`): A model with GPT-OSS routers.
+        indices (`torch.Tensor` of shape `(L, T, k)`, integer): Experts per layer and token, for example of
+            `RoutingRecord.indices`. A row that starts with -1 leaves the choice to the router.
+        checked (`bool`, *optional*, defaults to `False`): The values are known to be the model's experts, each once in its
+            row: a look at them would wait for everything that the device still has to do.
+    """
+    states = _states(model)
+    if indices.ndim != 3 or indices.shape[0] != len(states) or indices.is_floating_point():
+        raise ValueError(
+            f"replay_routing expects integer indices of shape ({len(states)}, tokens, top_k), one entry per layer, and "
+            f"got {indices.dtype} of shape {tuple(indices.shape)}."
+        )
+    if not checked:
+        _check_indices(model, indices)
     before = [(state.replay, state.differences) for state in states]
-    for state, layer in zip(states, indices, strict=True):
-        state.replay, state.differences = layer, []
+    own: list[list[torch.Tensor]] = [[] for _ in states]
+    for state, layer, differences in zip(states, indices, own, strict=True):
+        state.replay, state.differences = layer, differences
     try:
-        yield ReplayRecord(states)
+        yield ReplayRecord(own)
     finally:
         for state, (replay, differences) in zip(states, before, strict=True):
             state.replay, state.differences = replay, differences

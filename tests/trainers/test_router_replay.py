@@ -23,7 +23,12 @@ def length_reward(completion_ids, **kwargs):
     return [float(sum(ids) % 11) for ids in completion_ids]
 
 
+PACKED = {"padding_free": True}
+IN_PARTS = {"max_tokens_per_micro_batch": 100}  # packed, and in several forwards
+
+
 def build(tmp_path, peft_config=None, model=None, **settings):
+    packs = settings.keys() & (PACKED | IN_PARTS)
     settings = {
         "per_device_train_batch_size": 4,
         "num_generations": 4,
@@ -41,7 +46,8 @@ def build(tmp_path, peft_config=None, model=None, **settings):
         **settings,
     }
     return GptOssGRPOTrainer(
-        model or tiny_model(), length_reward, GptOssGRPOConfig(str(tmp_path), **settings), DATA,
+        model or tiny_model(attn_implementation="sink_fa3" if packs else None),
+        length_reward, GptOssGRPOConfig(str(tmp_path), **settings), DATA,
         processing_class=TOKENIZER, peft_config=peft_config,
     )  # fmt: skip
 
@@ -75,6 +81,8 @@ def lora():
         pytest.param(True, {"steps_per_generation": 2, "gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
         pytest.param(True, {"gradient_checkpointing": True}, marks=pytest.mark.slow),
         pytest.param(False, {"pad_to_multiple_of": 8}, marks=pytest.mark.slow),
+        (False, {"gradient_checkpointing": True, **IN_PARTS}),
+        pytest.param(True, {"gradient_checkpointing": True, **PACKED}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -105,6 +113,16 @@ class Tampering(TransformersBackend):
         return samples
 
 
+def kept_inputs(monkeypatch):
+    """The micro-batches that TRL's loss gets."""
+    kept = []
+    loss = GRPOTrainer._compute_loss
+    monkeypatch.setattr(
+        GRPOTrainer, "_compute_loss", lambda this, m, inputs: kept.append(inputs) or loss(this, m, inputs)
+    )
+    return kept
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_forward_takes_the_experts_that_the_sampler_reports(tmp_path, monkeypatch, checkpointing):
     trainer = build(
@@ -117,11 +135,7 @@ def test_the_forward_takes_the_experts_that_the_sampler_reports(tmp_path, monkey
         max_steps=1,
     )
     trainer._engine.backend.__class__ = Tampering
-    kept = []
-    loss = GRPOTrainer._compute_loss
-    monkeypatch.setattr(
-        GRPOTrainer, "_compute_loss", lambda this, m, inputs: kept.append(inputs) or loss(this, m, inputs)
-    )
+    kept = kept_inputs(monkeypatch)
     [(_, grads, used)] = gradients(trainer, monkeypatch)
     [inputs] = kept
     reported = inputs["routed_experts"].flatten(0, 1).permute(1, 0, 2).long()
@@ -136,6 +150,54 @@ def test_the_forward_takes_the_experts_that_the_sampler_reports(tmp_path, monkey
     )  # not 1: layer 2 sees what the wrong experts of layer 1 gave
     # The log-probs are those of other experts: the mismatch that the replay of the right ones would have removed.
     assert entry["rollout_correction/kl_k3"] > 1e-6
+
+
+def forwards_of_packed_rows(trainer):
+    """Row lengths of each forward with gradients."""
+    seen = []
+    score = trainer._score
+
+    def spy(model, ids, lengths, *args, **kwargs):
+        if torch.is_grad_enabled():
+            seen.append(lengths)
+        return score(model, ids, lengths, *args, **kwargs)
+
+    trainer._score = spy
+    return seen
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("settings", [PACKED, IN_PARTS], ids=["packed", "in parts"])
+def test_packed_rows_take_the_experts_of_their_own_tokens(tmp_path, monkeypatch, settings, checkpointing):
+    """At experts that the router would not choose: loss, log-probs and gradients are those of the padded rows."""
+    seen = {}
+    for name, chosen in (("padded", {"padding_free": False}), ("packed", settings)):
+        trainer = build(
+            tmp_path,
+            model=tiny_model(attn_implementation="sink_fa3"),
+            router_replay="rollout",
+            gradient_checkpointing=checkpointing,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            rollout_correction_level="token",
+            rollout_correction_mode="truncate",
+            max_steps=1,
+            **chosen,
+        )
+        trainer._engine.backend.__class__ = Tampering
+        scored = forwards_of_packed_rows(trainer)
+        with monkeypatch.context() as patch:
+            kept = kept_inputs(patch)
+            [(_, grads, _)] = gradients(trainer, patch)
+        [entry] = [e for e in trainer.state.log_history if "loss" in e]
+        [inputs] = [i for i in kept if len(i["prompt_ids"]) == 4]
+        seen[name] = grads, entry, inputs, scored
+    (grads, entry, inputs, none), (packed_grads, packed_entry, packed_inputs, parts) = seen.values()
+    assert not none and (len(parts) > 1) == (settings is IN_PARTS) and sum(map(len, parts)) == 4
+    assert torch.equal(inputs["completion_ids"], packed_inputs["completion_ids"])  # the same rollouts
+    for name, gradient in grads.items():
+        torch.testing.assert_close(packed_grads[name], gradient, rtol=1e-4, atol=1e-6)
+    for name in ("loss", "router_replay/own_choice_differs", "rollout_correction/kl_k3"):
+        assert packed_entry[name] == pytest.approx(entry[name], rel=1e-4) and abs(entry[name]) > 1e-3
 
 
 def test_with_the_right_experts_there_is_nothing_to_correct(tmp_path):
@@ -169,6 +231,29 @@ def test_the_gradient_goes_through_the_router_logits_at_the_replayed_experts():
             weight[entry] -= sign * step
     assert weight.grad[entry].item() == pytest.approx((values[0] - values[1]) / (2 * step), rel=5e-3)
     assert weight.grad[entry].abs() > 1e-9 and weight.grad[1].abs().sum() == 0.0  # expert 1 is not taken in layer 0
+
+
+@pytest.mark.parametrize("settings", [PACKED, IN_PARTS], ids=["packed", "in parts"])
+def test_old_records_and_replays_packed_rows(tmp_path, monkeypatch, settings):
+    kept = kept_inputs(monkeypatch)
+    trainer = build(
+        tmp_path, router_replay="old", num_iterations=2, max_steps=2, learning_rate=0.1, rollout_correction_level="off",
+        model=tiny_model(attn_implementation="sink_fa3"), **settings,
+    )  # fmt: skip
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    whole = [i for i in kept if len(i["prompt_ids"]) == 4 and "routed_experts" in i]
+    assert whole, "the second visit replays"
+    inputs = whole[-1]
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).bool()
+    recorded = inputs["routed_experts"]
+    assert (recorded[~mask] == 255).all() and (recorded[mask] < 4).all()
+    trainer.model.load_state_dict(before)
+    with torch.no_grad(), capture_routing(trainer.model.eval()) as record:
+        trainer.model(ids, attention_mask=mask.long(), use_cache=False)
+    own = record.indices().unflatten(1, ids.shape).permute(1, 2, 0, 3)
+    assert torch.equal(own[mask].sort(-1).values, recorded[mask].sort(-1).values)  # those of the weights that sampled
 
 
 def test_old_replays_the_forward_of_the_old_log_probs(tmp_path, monkeypatch):
@@ -235,6 +320,8 @@ def test_a_rollout_func_may_report_experts_and_damage_is_refused(tmp_path):
 def test_what_cannot_work_is_refused(tmp_path):
     with pytest.raises(ValueError, match="'off', 'rollout' or 'old'"):
         build(tmp_path, router_replay="on")
+    with pytest.raises(ValueError, match="Set sequence_parallel_size=1"):
+        build(tmp_path, router_replay="rollout", sequence_parallel_size=2)
     with pytest.raises(ValueError, match="Set on_policy='auto'"):
         build(tmp_path, router_replay="old", on_policy="off")
     qwen = Qwen2ForCausalLM(

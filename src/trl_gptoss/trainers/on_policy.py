@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from trl.models.utils import disable_gradient_checkpointing
 
-from .padding_free import PaddingFreeMixin
 from .rollout_weights import sampling_weights
 from .router_replay import RouterReplayMixin
 
@@ -38,7 +37,7 @@ MODEL_INPUTS = (
 )
 
 
-class OnPolicyMixin(RouterReplayMixin, PaddingFreeMixin):
+class OnPolicyMixin(RouterReplayMixin):
     """The methods of [`GRPOTrainer`] that the ratio depends on.
 
     Overridden, and why:

@@ -34,6 +34,7 @@ class PackedBatch:
         shift_labels (`torch.Tensor`): int64 (1, T), -100 where the next token is not scored.
         cu_seqlens (`torch.Tensor`): int32 (documents + 1,).
         max_length (`int`): Tokens of the longest document.
+        index_T (`torch.Tensor`): int64 (T,), where each token stands in the flattened rows; 0 for tokens that only fill up.
         source_N (`torch.Tensor`): int64 (N,), packed positions whose log-prob is wanted.
         target_N (`torch.Tensor`): int64 (N,), where it belongs in (B * C,).
         shape (`tuple[int, int]`): (B, C).
@@ -44,6 +45,7 @@ class PackedBatch:
     shift_labels: torch.Tensor
     cu_seqlens: torch.Tensor
     max_length: int
+    index_T: torch.Tensor
     source_N: torch.Tensor
     target_N: torch.Tensor
     shape: tuple[int, int]
@@ -104,6 +106,7 @@ def pack(
         shift_labels=torch.where(next_T < 0, IGNORED, flat[next_T.clamp(min=0)]).unsqueeze(0),
         cu_seqlens=cu_seqlens.to(torch.int32),
         max_length=max(b - a for a, b in zip(ends, ends[1:])),
+        index_T=index_T,
         source_N=source_N,
         target_N=target_N,
         shape=(rows, completion_width),

@@ -8,7 +8,7 @@ afterwards, so that they are what they would be without turns.
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,10 +22,11 @@ from trl import GRPOTrainer
 
 from ..parallelism import SequenceGroup, sequence_group, share_batches
 from .packed_forward import packed_log_probs
-from .packing import RowLength, micro_batches, pack
+from .packing import PackedBatch, RowLength, micro_batches, pack
 
 Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # log-probs (B, C), entropies (B, C), aux loss
 ROW_LENGTHS = "row_lengths"
+ROUTED_EXPERTS = "routed_experts"  # (B, S, L, k), if experts are replayed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +69,7 @@ class PaddingFreeMixin(GRPOTrainer):
     _sequence_group: SequenceGroup | None = None
     _host_world: dist.ProcessGroup | None = None
     _known_lengths: list[RowLength] | None = None
+    _known_routes: torch.Tensor | None = None
     _in_turn: bool = False
     _scores: Scores | None = None  # of the last turn
     _all_scores: Scores | None = None  # set while TRL's loss is asked for its metrics
@@ -93,13 +95,21 @@ class PaddingFreeMixin(GRPOTrainer):
 
     @contextmanager
     def _rows_of(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """The log-probs that are asked for meanwhile are those of `inputs`, whose lengths are known."""
-        before = self._known_lengths
+        """The log-probs that are asked for meanwhile are those of `inputs`, whose lengths are known, and whose experts are
+        replayed if there are any."""
+        before = self._known_lengths, self._known_routes
         self._known_lengths = inputs[ROW_LENGTHS].tolist() if ROW_LENGTHS in inputs else None
+        self._known_routes = inputs.get(ROUTED_EXPERTS)
         try:
             yield
         finally:
-            self._known_lengths = before
+            self._known_lengths, self._known_routes = before
+
+    def _routing_of(
+        self, packed: PackedBatch, rows: list[int], routes: torch.Tensor | None
+    ) -> AbstractContextManager[Any]:
+        """Around the forward of some rows of the batch in use: [`RouterReplayMixin`] replays or records their experts."""
+        return nullcontext()
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -126,16 +136,24 @@ class PaddingFreeMixin(GRPOTrainer):
             lengths = torch.stack([part.sum(1) for part in attention_mask.split(widths, 1)], 1).tolist()
         wanted = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
         if self._in_turn:
-            self._scores = self._score(model, input_ids, lengths, logits_to_keep, **wanted)
+            rows = list(range(len(lengths)))
+            self._scores = self._score(model, input_ids, lengths, logits_to_keep, rows, self._known_routes, **wanted)
             return self._scores
         return self._score_all(model, input_ids, lengths, logits_to_keep, **wanted)
 
     def _score(
-        self, model: nn.Module, ids: torch.Tensor, lengths: list[RowLength], width: int, **wanted: bool
+        self,
+        model: nn.Module,
+        ids: torch.Tensor,
+        lengths: list[RowLength],
+        width: int,
+        rows: list[int],
+        routes: torch.Tensor | None,
+        **wanted: bool,
     ) -> Scores:
         group = self._sequence_group
         packed = pack(ids, lengths, width, multiple_of=1 if group is None else group.size)
-        with self.accelerator.autocast():
+        with self.accelerator.autocast(), self._routing_of(packed, rows, routes):
             return packed_log_probs(model, packed, group, **wanted)
 
     def _score_all(
@@ -158,7 +176,9 @@ class PaddingFreeMixin(GRPOTrainer):
         for number in range(self._most(len(jobs))):
             member, rows = jobs[min(number, len(jobs) - 1)]
             batch, (their_lengths, their_width) = batches[member]
-            scores = self._score(model, batch["ids"][rows], [their_lengths[r] for r in rows], their_width, **wanted)
+            routes = None if self._known_routes is None else self._known_routes[rows]
+            theirs = [their_lengths[r] for r in rows]
+            scores = self._score(model, batch["ids"][rows], theirs, their_width, rows, routes, **wanted)
             if member == own and number < len(jobs):
                 found.append(scores)
                 order.extend(rows)
@@ -268,11 +288,12 @@ class PaddingFreeMixin(GRPOTrainer):
         self.accelerator = _LocalAccelerator(accelerator)
         self._metrics = {mode: defaultdict(list) for mode in self._metrics}
         self._in_turn, self._known_lengths = True, turn.lengths
+        self._known_routes = turn.inputs.get(ROUTED_EXPERTS)
         try:
             return super().compute_loss(model, turn.inputs) * turn.scale
         finally:
             self.accelerator = accelerator
-            self._in_turn, self._known_lengths = False, None
+            self._in_turn, self._known_lengths, self._known_routes = False, None, None
             self._metrics, self.entropy_coef, self._last_world_entropy, self._entropy_window_stats = kept
 
     def _backward(self, loss: torch.Tensor) -> None:

@@ -53,13 +53,11 @@ def choose_padding_free(args: GptOssGRPOConfig, model: nn.Module, accelerator: A
     base = model.get_base_model() if is_peft_model(model) else model
     needed = size > 1 or args.max_tokens_per_micro_batch is not None or args.oom_retries > 0
     packs = args.padding_free or needed
-    if args.router_replay != "off":
-        if packs:
-            raise ValueError(
-                f"router_replay={args.router_replay!r} replays experts by padded position and does not know packed rows. Set "
-                "padding_free=None, max_tokens_per_micro_batch=None and sequence_parallel_size=1, or router_replay='off'."
-            )
-        return False
+    if args.router_replay != "off" and size > 1:
+        raise ValueError(
+            f"router_replay={args.router_replay!r} does not know the shares of a sequence that sequence_parallel_size={size} "
+            "makes. Set sequence_parallel_size=1, or router_replay='off'."
+        )
     if args.padding_free is None and not needed:
         attention = base.config.get_text_config()._attn_implementation
         packs = is_gpt_oss(base.config) and attention in (ATTENTION, "flash_attention_4") and args.n_gpu <= 1
