@@ -392,6 +392,8 @@ def test_warning_names_the_choice():
     for sampler, share in ((unknown, "56%"), (zeros + torch.nan, "100%")):
         silent = rollout_correction(zeros, sampler, ones, level="token", mode="truncate", high=2.0).metrics
         assert f"{share} of 262144 sampled tokens have no usable" in ess_warning(silent, "token")
+    few = rollout_correction(zeros[:2], zeros[:2] + torch.nan, ones[:2], level="token", mode="truncate").metrics
+    assert "100% of 32768 sampled tokens have no usable" in ess_warning(few, "token")  # counted, not estimated
     flat = torch.full_like(log_ratio, -0.01)  # every turn at the clamp: equal weights of e^-20
     held = rollout_correction(flat, zeros, ones, level="turn", mode="truncate", high=2.0).metrics
     assert held["ess_weights"] == pytest.approx(1) and "level='geometric'" in ess_warning(held, "turn")
@@ -414,6 +416,13 @@ def test_warning_names_the_choice():
         ({"high": INF}, "high=inf"),
         ({"high": NAN}, "high=nan"),
         ({"low": 2.0, "high": 2.0}, "below high"),
+        ({"low": 1.5}, "low=1.5 leaves out 1"),
+        ({"low": 1.5, "mode": "truncate"}, "low=1.5 leaves out 1"),
+        ({"low": 0.5, "high": 0.9}, "high=0.9 leaves out 1"),
+        ({"low": 1e-9}, r"low=1e-09 lies beyond clamp=20: .* a ratio of 2.1e-09"),
+        ({"high": 1e9, "level": "sequence"}, r"high=1000000000.0 lies beyond clamp=20: .* a ratio of 4.9e\+08"),
+        ({"high": 2.0, "clamp": 0.5}, "high=2.0 lies beyond clamp=0.5"),
+        ({"token_cap": 1e9}, "token_cap=1000000000.0 lies beyond"),
         ({"veto": 1.5}, "veto=1.5"),
         ({"clamp": 100.0}, "clamp=100.0"),
         ({"token_cap": -1.0}, "token_cap=-1.0"),

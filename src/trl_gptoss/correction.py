@@ -106,14 +106,15 @@ def rollout_correction(
         mask (`torch.Tensor` of shape `(B, T)`, bool or numbers): nonzero exactly on sampled tokens.
         level (`str`): `"token"`, `"turn"`, `"sequence"` or `"geometric"`.
         mode (`str`): `"truncate"`, `"mask"` or `"icepop"`.
-        low (`float`, *optional*): lower limit of the ratio of that level, > 0. `None` is open.
-        high (`float`, *optional*): upper limit, > `low`. `None` is open.
+        low (`float`, *optional*): lower limit of the ratio of that level, in (0, 1]. `None` is open.
+        high (`float`, *optional*): upper limit, at least 1 and above `low`. `None` is open.
         veto (`float`, *optional*): a row with a token whose own ratio is below this, in (0, 1), is rejected as a whole in
             every mode: such a token was hardly sampled from this policy. 1e-4 is usual.
         token_cap (`float`, *optional*): with `mask` and `icepop`: tokens that pass are weighted by their own ratio, at most
             this, instead of by the ratio of `level`.
         clamp (`float`, *optional*, defaults to `20.0`): limit of |l| per token before it is summed or averaged, and of
-            the exponent of a weight; at most 80. Vetoes and metrics see `l` as it is.
+            the exponent of a weight; at most 80. `low`, `high` and `token_cap` lie within e^-clamp and e^clamp. Vetoes and
+            metrics see `l` as it is.
         channels (`torch.Tensor` of shape `(B, T)`, integer, *optional*): channel id of each token, for metrics per channel.
             Ids without a name (-1) belong to none.
         channel_names (`Sequence[str]`, *optional*): names of the ids 0, 1, ...; the same on every rank.
@@ -242,18 +243,20 @@ def summarize_stats(stats: torch.Tensor, channel_names: Sequence[str] = ()) -> d
 
 
 def ess_warning(metrics: dict[str, float], level: Level, threshold: float = 0.5, min_sequences: int = 8) -> str | None:
-    """What to tell the user when the weights leave little of the batch; `None` when all is well.
+    """What to tell the user when the weights leave little of the batch, or log-probabilities are missing; `None` when all is
+    well.
 
     Args:
         metrics (`dict[str, float]`): from `summarize_stats`, over all ranks.
         level (`str`): the level in use. `"sequence"` is judged by `ess_sequence`, the others by `ess_weights`.
         threshold (`float`, *optional*, defaults to `0.5`): smallest effective fraction that passes; as many tokens need
             usable log-probabilities.
-        min_sequences (`int`, *optional*, defaults to `8`): with fewer the estimate says nothing, and nothing is reported.
+        min_sequences (`int`, *optional*, defaults to `8`): with fewer the effective size is no estimate, and is not
+            reported. Missing log-probabilities are, whatever the number.
     """
     name = "ess_sequence" if level == "sequence" else "ess_weights"
     untrusted = metrics.get("untrusted_fraction", 0.0)
-    if metrics["sequences"] >= min_sequences and untrusted > 1 - threshold:  # the rest may be weighted perfectly
+    if untrusted > 1 - threshold:  # counted, not estimated; and the rest may be weighted perfectly
         return (
             f"rollout correction: {untrusted:.0%} of {metrics['tokens']:.0f} sampled tokens have no usable log-probability (NaN "
             "or infinite), and a correction leaves them out of the loss. Let the sampler report one for every token it "
@@ -424,5 +427,18 @@ def check_options(
         raise ValueError(f"veto={veto} must be a ratio between 0 and 1 (1e-4 is usual; None for no veto).")
     if not 0 < clamp <= _CLAMP_MAX:
         raise ValueError(f"clamp={clamp} must be above 0 and at most {_CLAMP_MAX:g}: beyond, weights leave float32.")
+    if (low is not None and low > 1) or (high is not None and high < 1):
+        name, value = ("low", low) if low is not None and low > 1 else ("high", high)
+        raise ValueError(
+            f"{name}={value} leaves out 1, the ratio where trainer and sampler agree: every token that needs no correction "
+            "would be rejected or changed. Set low to at most 1 and high to at least 1."
+        )
+    for name, value in (("low", low), ("high", high), ("token_cap", token_cap)):
+        if value is not None and abs(math.log(value)) > clamp:
+            raise ValueError(
+                f"{name}={value} lies beyond clamp={clamp:g}: log-ratios of tokens and weights end at +-{clamp:g}, a ratio of "
+                f"{math.exp(math.copysign(clamp, math.log(value))):.2g}, and the limit would never act. Set {name}=None for no "
+                "limit, or a larger clamp."
+            )
     if token_cap is not None and mode == "truncate":
         raise ValueError("token_cap goes with mode='mask' or 'icepop'; with mode='truncate' the limit is `high`.")

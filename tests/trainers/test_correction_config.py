@@ -67,6 +67,8 @@ def test_a_saved_configuration_comes_back_as_the_same():
         ({"level": "token"}, "needs a rollout_correction_mode"),
         ({"level": "tokens", "mode": "mask"}, "level='tokens' is unknown"),
         ({"level": "token", "mode": "mask", "low": 2.0, "high": 1.0}, "low=2.0 must be below high=1.0"),
+        ({"level": "token", "mode": "mask", "low": 1.5}, "low=1.5 leaves out 1"),
+        ({"level": "geometric", "mode": "mask", "low": 1e-10}, "low=1e-10 lies beyond clamp=20"),
         ({"level": "token", "mode": "truncate", "token_cap": 2.0}, "the limit is `high`"),
         ({"level": "token", "mode": "mask", "veto": 2.0}, "between 0 and 1"),
         ({"clamp": 100.0}, "clamp=100.0"),
