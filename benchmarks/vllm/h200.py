@@ -5,7 +5,7 @@
 
 Models are random, 4 layers, `20b` with the widths of the 20B and the vocabulary of the tiny tokenizer. A random model calls no
 tools, so a call is read into the first turn of every rollout; the tool, the observation and the second turn are real. Turns
-end by their length alone, so that every step has the same number of tokens, and rows are not packed, with or without replay.
+end by their length alone, so that every step has the same number of tokens. Rows are packed, with and without replay.
 
 One row for each case, step and metric, written as the step ends:
     plain    as the trainer does it by default
@@ -15,11 +15,18 @@ One row for each case, step and metric, written as the step ends:
     lora     LoRA on attention and experts, merged on the fly
     graphs   compiled and with CUDA graphs, vLLM's default; the other cases run eagerly, as nothing is gained in so few steps
 
-Cases run in processes of their own, one after another; all of them import at once, before the first one starts. Beside what
-the trainer logs: `bench/other_experts` (replay) is the fraction of (token, layer) whose experts in the training forward are not
-those that the engine reports, `bench/kl_k3_without_replay` the mismatch of the same batch in a forward that replays nothing,
-`bench/extra_seconds` what that forward adds to `step_time`. `bench/device_gib` is all memory in use on the GPU at the end of
-a step, `bench/peak_gib` the most that torch held in it.
+Cases run in processes of their own, one after another; all of them import at once, before the first one starts. With
+`--turns` their engines start together, and then they take one optimizer step each, in turn, while the others wait: there and
+back (1 2 2 1 1 2 ...), so that a machine that is faster at times is so for all of them. Steps of the same number make a pair.
+
+Beside what the trainer logs, `bench/`:
+    step_seconds     one optimizer step, sampling included, from an idle GPU to an idle GPU; without what only this script does
+    rollout_seconds  its first part: sync, probe, sampling with tools, rewards
+    other_experts, kl_k3_without_replay, abs_log_ratio_without_replay (replay)
+                     the fraction of (token, layer) whose experts in the training forward are not those that the engine reports,
+                     and the mismatch of the same batch in a forward that replays nothing
+    device_gib       all memory in use on the GPU at the end of a step; other processes count, too
+    peak_gib         the most that torch held in the step
 """
 
 import argparse
@@ -27,6 +34,7 @@ import csv
 import datetime
 import importlib.metadata
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -59,12 +67,23 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rollouts", type=int, default=32, help="of one step, in groups of 4")
     parser.add_argument("--cases", nargs="+", metavar="CASE[:STEPS]", default=list(CASES), help=", ".join(CASES))
     parser.add_argument("--tolerance", type=float, help="vllm_probe_tolerance")
-    parser.add_argument("--hold", action="store_true", help="import, and begin when a line comes on standard input")
-    parser.add_argument("--timeout", type=float, default=600.0, help="most seconds of one case, imports not counted")
+    parser.add_argument("--turns", action="store_true", help="the cases take turns, step by step")
+    parser.add_argument(
+        "--hold",
+        action="store_true",
+        help="import (with --turns: start the engines, too), and begin when a line comes on standard input",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        help="most seconds of one case, imports not counted; of all with --turns",
+    )
     parser.add_argument(
         "--out", default=str(Path(__file__).with_name("h200.csv")), help="CSV to append to; - for standard output"
     )
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--tell", type=int, help=argparse.SUPPRESS)  # file descriptor to say on that a turn is over
     return parser.parse_args()
 
 
@@ -185,7 +204,6 @@ def build(args: argparse.Namespace, folder: str) -> Any:
             generation_kwargs={"ignore_eos": True},
             max_steps=args.steps,
             max_rollout_tokens=args.tokens,
-            padding_free=False,
             learning_rate=LEARNING_RATE[args.width],
             bf16=True,
             use_cpu=args.device == "cpu",
@@ -218,48 +236,97 @@ def shorten_turns(stream: Any, limit: int) -> None:
     )
 
 
-def compare_with_and_without(trainer: Any) -> None:
+class Steps:
+    """Waits for its turn, and takes the time of a step.
+
+    Args:
+        trainer ([`GptOssGRPOTrainer`]): its metrics get the times.
+        device (`str`): "cuda" or "cpu".
+        tell (`int`, *optional*): where to say that a turn is over; without one nobody takes turns.
+    """
+
+    def __init__(self, trainer: Any, device: str, tell: int | None) -> None:
+        self.trainer, self.device, self.tell = trainer, device, tell
+        self.not_counted = 0.0
+        self.afterwards: list[Any] = []
+        generate = trainer._generate_and_score_completions
+
+        def timed(inputs: Any) -> Any:
+            batch = generate(inputs)
+            self.log("rollout_seconds", self.now() - self.started)
+            return batch
+
+        trainer._generate_and_score_completions = timed
+
+    def now(self) -> float:
+        """Seconds, once the GPU has nothing left to do."""
+        import torch
+
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def log(self, name: str, value: Any) -> None:
+        """A metric of this step."""
+        self.trainer._metrics["train"][f"bench/{name}"].append(float(value))
+
+    def over(self) -> None:
+        """Say that others may go on."""
+        if self.tell is not None:
+            os.write(self.tell, b".")
+
+    def begin(self) -> None:
+        """Before a step."""
+        if self.tell is not None and not sys.stdin.readline():
+            os._exit(1)  # nobody gives turns any more
+        self.not_counted = 0.0
+        self.started = self.now()
+
+    def end(self) -> None:
+        """After a step."""
+        self.log("step_seconds", self.now() - self.started - self.not_counted)
+        while self.afterwards:
+            self.afterwards.pop()()
+
+
+def compare_with_and_without(trainer: Any, steps: Steps) -> None:
     """Log which fraction of the recorded choices the training forward did not take, and the mismatch of the same batch
     without the replay."""
     import torch
-    from trl import GRPOTrainer
 
     from trl_gptoss.routing import capture_routing
 
     compute_loss = trainer.compute_loss
 
-    def log(name: str, value: torch.Tensor | float) -> None:
-        trainer._metrics["train"][f"bench/{name}"].append(float(value))
-
-    def without_replay(model: Any, inputs: dict[str, Any]) -> None:
-        parts = (("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask"))
-        ids_BS, mask_BS = (torch.cat([inputs[name] for name in pair], dim=1) for pair in parts)
-        with torch.no_grad():
-            logps_BT = GRPOTrainer._get_per_token_logps_and_entropies(
-                trainer, model, ids_BS, mask_BS, inputs["completion_ids"].size(1)
-            )[0]
+    def without_replay(inputs: dict[str, Any]) -> None:
+        logps_BT = trainer._eval_logps({name: value for name, value in inputs.items() if name != "routed_experts"})
         sampled_BT = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
         log_ratio = (logps_BT - inputs["sampling_per_token_logps"])[sampled_BT].double()
-        log("kl_k3_without_replay", (log_ratio.exp() - 1 - log_ratio).mean())
-        log("abs_log_ratio_without_replay", log_ratio.abs().mean())
+        steps.log("kl_k3_without_replay", (log_ratio.exp() - 1 - log_ratio).mean())
+        steps.log("abs_log_ratio_without_replay", log_ratio.abs().mean())
 
     def compared(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
-        without_replay(model, inputs)
-        log("extra_seconds", time.perf_counter() - started)
+        started = steps.now()
+        without_replay(inputs)
+        steps.not_counted += steps.now() - started
         with capture_routing(trainer.model) as record:
             loss = compute_loss(model, inputs, *args, **kwargs)
-        sampled_LTk = inputs["routed_experts"].flatten(0, 1).permute(1, 0, 2)
-        recorded_LT = sampled_LTk[..., 0] != 255
-        other_LT = (record.indices().sort(-1).values != sampled_LTk.sort(-1).values).any(-1) & recorded_LT
-        log("other_experts", other_LT.sum() / recorded_LT.sum())
+
+        def count() -> None:
+            mask_BS = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).bool()
+            sampled_LTk = inputs["routed_experts"][mask_BS].permute(1, 0, 2)  # in the order of packed rows
+            recorded_LT = sampled_LTk[..., 0] != 255
+            other_LT = (record.indices().sort(-1).values != sampled_LTk.sort(-1).values).any(-1) & recorded_LT
+            steps.log("other_experts", other_LT.sum() / recorded_LT.sum())
+
+        steps.afterwards.append(count)
         return loss
 
     trainer.compute_loss = compared
 
 
-def rows_of_each_step(trainer: Any, args: argparse.Namespace) -> None:
-    """Append rows to the file whenever the trainer logs."""
+def rows_of_each_step(trainer: Any, args: argparse.Namespace, steps: Steps) -> None:
+    """Take turns and times, and append rows to the file whenever the trainer logs."""
     import torch
     from transformers import TrainerCallback
 
@@ -267,6 +334,12 @@ def rows_of_each_step(trainer: Any, args: argparse.Namespace) -> None:
     columns = ["width", "case", "learning_rate", "step", "metric", "value", *about]
 
     class Rows(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            steps.begin()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            steps.end()
+
         def on_log(self, _args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
             found = {name: value for name, value in logs.items() if name.startswith(LOGGED)}
             if args.device == "cuda" and found:
@@ -282,6 +355,7 @@ def rows_of_each_step(trainer: Any, args: argparse.Namespace) -> None:
                 row = {"width": args.width, "case": args.case, "learning_rate": LEARNING_RATE[args.width]}
                 writer.writerow({**row, "step": state.global_step, "metric": name, "value": f"{value:.6g}", **about})
             target.flush()
+            steps.over()
 
     trainer.add_callback(Rows())
 
@@ -296,21 +370,23 @@ def run(args: argparse.Namespace) -> None:
     import trl_gptoss.trainers.vllm_setup  # noqa: F401
 
     say(args.case, "imported")
-    sys.stdin.readline()
+    if args.tell is None:
+        sys.stdin.readline()
     say(args.case, "starts")
     with tempfile.TemporaryDirectory() as folder:
         trainer = build(args, folder)
         say(args.case, "engine is up")
+        steps = Steps(trainer, args.device, args.tell)
         if args.case == "replay":
-            compare_with_and_without(trainer)
-        rows_of_each_step(trainer, args)
+            compare_with_and_without(trainer, steps)
+        rows_of_each_step(trainer, args, steps)
+        steps.over()
         trainer.train()
-    seconds = [entry["step_time"] for entry in trainer.state.log_history if "step_time" in entry]
-    probes = [entry["vllm/probe_mean"] for entry in trainer.state.log_history if "vllm/probe_mean" in entry]
-    say(
-        args.case,
-        f"ends: {len(seconds)} steps, median {sorted(seconds)[len(seconds) // 2]:.3f} s, probe {probes[-3:]}",
-    )
+    history = trainer.state.log_history
+    seconds = sorted(entry["bench/step_seconds"] for entry in history if "bench/step_seconds" in entry)
+    probes = [entry["vllm/probe_mean"] for entry in history if "vllm/probe_mean" in entry]
+    worst = max(probes, default=float("nan"))
+    say(args.case, f"ends: {len(seconds)} steps, median {seconds[len(seconds) // 2]:.3f} s, largest probe {worst:.4f}")
 
 
 def say(case: str, what: str) -> None:
@@ -334,6 +410,60 @@ def hardware(device: str) -> dict[str, str]:
     return {**versions, "hardware": name, "commit": commit, "date": datetime.date.today().isoformat()}
 
 
+def one_after_another(args: argparse.Namespace, cases: dict[str, list[str]]) -> list[str]:
+    """Run the commands of the cases, all of them importing already. Returns those that failed."""
+    waiting = {case: subprocess.Popen(command, stdin=subprocess.PIPE, text=True) for case, command in cases.items()}
+    if args.hold:
+        sys.stdin.readline()
+    failed = []
+    for case, process in waiting.items():
+        try:
+            process.communicate("go\n", timeout=args.timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.returncode != 0:
+            failed.append(f"{case} (exit {process.returncode})")
+    return failed
+
+
+def in_turns(args: argparse.Namespace, cases: dict[str, list[str]]) -> list[str]:
+    """Run the commands of the cases step by step, in turn. Returns those that failed."""
+    running, ended = [], []
+    for case, command in cases.items():
+        listen, tell = os.pipe()
+        command = [*command, "--tell", str(tell)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, pass_fds=(tell,))
+        os.close(tell)
+        running.append((case, process, listen))
+        ended.append((case, process))
+    end = time.monotonic() + args.timeout
+
+    def is_through(process: Any, listen: int) -> bool:
+        """Whether a turn is over and there will be more. Kills a case that takes longer than there is time."""
+        ready, _, _ = select.select([listen], [], [], max(end - time.monotonic(), 0.0))
+        if not ready:
+            process.kill()
+        return bool(ready) and os.read(listen, 1) == b"."
+
+    running = [entry for entry in running if is_through(*entry[1:])]  # engines are up
+    if args.hold:
+        sys.stdin.readline()
+        end = time.monotonic() + args.timeout
+    while running:
+        still = []
+        for case, process, listen in running:
+            try:
+                process.stdin.write("go\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                continue
+            if is_through(process, listen):
+                still.append((case, process, listen))
+        running = still[::-1]
+    return [f"{case} (exit {process.returncode})" for case, process in ended if process.wait() != 0]
+
+
 def main() -> None:
     """Every case in a process of its own: vLLM's engine cannot be taken down in one that goes on."""
     args = arguments()
@@ -341,23 +471,12 @@ def main() -> None:
         run(args)
         sys.stdout.flush()
         os._exit(0)  # vLLM's threads would keep the process
-    waiting = []
+    cases = {}
     for case in args.cases:
         name, _, steps = case.partition(":")
         options = ["--case", name] + (["--steps", steps] if steps else [])
-        command = [sys.executable, __file__, *sys.argv[1:], *options]
-        waiting.append((name, subprocess.Popen(command, stdin=subprocess.PIPE, text=True)))
-    if args.hold:
-        sys.stdin.readline()
-    failed = []
-    for name, process in waiting:
-        try:
-            process.communicate("go\n", timeout=args.timeout)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if process.returncode != 0:
-            failed.append(f"{name} (exit {process.returncode})")
+        cases[name] = [sys.executable, __file__, *sys.argv[1:], *options]
+    failed = in_turns(args, cases) if args.turns else one_after_another(args, cases)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
