@@ -38,7 +38,7 @@ HERE = Path(__file__).resolve().parent
 UNFINISHED = 3  # exit status
 
 # max_turns, max_rollout_tokens
-BUDGETS = {"tool": (6, 192), "single_turn": (1, 64), "instruction": (1, 64)}
+BUDGETS = {"tool": (6, 96), "single_turn": (1, 64), "instruction": (1, 64)}
 REWARDS = {"tool": retool.REWARDS, "single_turn": gsm8k.REWARDS, "instruction": verify_if.REWARDS}
 
 # A column of the CSV, and what the trainer logs it as.

@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from peft import LoraConfig
 from scripted_backend import HarmonyWriter, ScriptedBackend
 from tiny_policy import byte_tokenizer, tiny_model
 from transformers import (
@@ -476,6 +477,43 @@ def test_rewards_that_do_not_apply_are_not_failures(tmp_path):
     trainer = build(tmp_path, [broken, length_reward], max_steps=1)
     trainer.train()
     assert logged(trainer, "rewards/broken/failure_frequency") == [1.0]
+
+
+@pytest.mark.parametrize("adapter", [None, {"target_modules": ["q_proj"]}])
+def test_the_policy_samples_in_the_precision_it_trains_in(tmp_path, adapter):
+    """Before training, during it and afterwards; with a reference model, and around PEFT's wrapper."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    trainer = build(
+        tmp_path,
+        model=str(tmp_path / "model"),
+        model_init_kwargs={"dtype": "float32"},
+        bf16=True,
+        beta=0.1,
+        max_steps=1,
+        peft_config=None if adapter is None else LoraConfig(r=2, **adapter),
+        eval_dataset=rows(4),
+        num_generations_eval=4,
+    )
+    assert (trainer.ref_model is not None) == (adapter is None)
+    seen, generate = {True: [], False: []}, trainer._engine.backend.generate
+    sampling = False
+
+    def watched(*args, **kwargs):
+        nonlocal sampling
+        sampling = True
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            sampling = False
+
+    trainer._engine.backend.generate = watched
+    trainer._base_model.model.layers[0].self_attn.o_proj.register_forward_hook(
+        lambda module, inputs, output: seen[sampling].append(output.dtype)
+    )
+    for run in (trainer.evaluate, trainer.train, trainer.evaluate):
+        run()
+        assert set(seen[True]) == set(seen[False]) == {torch.bfloat16}, run
+        seen[True].clear(), seen[False].clear()
 
 
 # ---- models and data ----

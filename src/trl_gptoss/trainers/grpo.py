@@ -331,7 +331,8 @@ class GptOssGRPOTrainer(
 
     @contextmanager
     def _open_model(self) -> Iterator[PreTrainedModel]:
-        """The policy for `generate`, as TRL opens it: unwrapped, gathered under ZeRO-3 and FSDP1."""
+        """The policy for `generate`, as TRL opens it: unwrapped, gathered under ZeRO-3 and FSDP1; in the mixed precision of
+        training."""
         with (
             profiling_context(self, "transformers.generate"),
             unwrap_model_for_generation(
@@ -342,6 +343,10 @@ class GptOssGRPOTrainer(
             ) as model,
             self._dist.summon_full_params(self.model_wrapped, recurse=False),
             sampling_weights(model, self.args.rollout_weights),
+            # The forward that Accelerate prepares is not always the one that samples: `generate` goes around PEFT's wrapper,
+            # and an evaluation before training leaves the policy as it is where the reference model has been prepared. Last,
+            # because autocast remembers what it has cast, and these weights may be there for sampling only.
+            self.accelerator.autocast(),
         ):
             yield model
 
