@@ -70,7 +70,7 @@ AGREEMENT = [
 
 def curve(name: str, launcher: str, size: str, rows: int, gpu: int = 0) -> Job:
     words = ["FOLDER", name, "--size", size, "--rows", str(rows), "--ranks", "PROCESSES"]
-    return Job(name=f"curve {name}", script="curve.py", words=words, launcher=launcher, gpu=gpu, limit=120)
+    return Job(name=f"curve {name}", script="curve.py", words=words, launcher=launcher, gpu=gpu, limit=100)
 
 
 def steps(*cases: str, **options) -> Job:
@@ -110,10 +110,10 @@ PHASES = {
             needs="deepspeed",
         ),
     ],
-    "one": [steps("lora_one", launcher="python", limit=90), steps("full_one_12", launcher="python", gpu=1, limit=90)],
-    "lora": [steps("lora_ddp_sp", "lora_ddp_dp", "lora_fsdp2_sp", "lora_fsdp2_dp", limit=200)],
-    "full": [steps("full_fsdp2_sp", "full_fsdp2_sp_12", "full_fsdp2_dp_12", limit=130)],
-    "colocated": [colocated("full", limit=200)],
+    "one": [steps("lora_one", launcher="python", limit=80), steps("full_one_12", launcher="python", gpu=1, limit=80)],
+    "lora": [steps("lora_ddp_sp", "lora_ddp_dp", "lora_fsdp2_sp", "lora_fsdp2_dp", limit=160)],
+    "full": [steps("full_fsdp2_sp", "full_fsdp2_sp_12", "full_fsdp2_dp_12", limit=120)],
+    "colocated": [colocated("full", limit=180)],
     "colocated_tp": [colocated("lora_tp", limit=150)],
 }
 
