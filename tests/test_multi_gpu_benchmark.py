@@ -1,12 +1,14 @@
-"""The arithmetic of benchmarks/multi_gpu: shares of a profiled step, and the prediction for many nodes."""
+"""Of benchmarks/multi_gpu: shares of a profiled step, the prediction for many nodes, and the order of jobs."""
 
 import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-FOLDER = Path(__file__).parents[1] / "benchmarks/multi_gpu"
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks/multi_gpu"
+sys.path.append(str(FOLDER))
 
 
 def load(name):
@@ -68,3 +70,44 @@ def test_the_committed_prediction_is_what_the_planner_says_today():
     cluster = load("cluster")
     committed = cluster.read(FOLDER / "cluster_prediction.csv")
     assert committed == cluster.table([cluster.from_one_gpu(lengths) for lengths in cluster.TURNS])
+
+
+JOB = """
+import sys, time
+from pathlib import Path
+sys.path.append({folder!r})
+from ahead import wait
+out, name = Path(sys.argv[1]), sys.argv[2]
+def say(what):
+    with (out / "said").open("a") as file:
+        file.write(name + " " + what + "\\n")
+say("imported")
+wait()
+say("begins")
+while name == "a" and not {{"b imported", "hangs imported"}} <= set((out / "said").read_text().splitlines()):
+    time.sleep(0.01)
+while name == "hangs":
+    time.sleep(0.01)
+say("ends")
+"""
+
+
+def test_jobs_import_while_those_before_them_run_and_one_that_hangs_is_ended(tmp_path, monkeypatch, capfd):
+    run_all = load("run_all")
+    (tmp_path / "job.py").write_text(JOB.format(folder=str(FOLDER)))
+    monkeypatch.setattr(run_all, "HERE", tmp_path)
+    monkeypatch.setattr(run_all, "WRITES", {"job.py": "agreement"})
+    words = {name: [str(tmp_path), name] for name in ("a", "hangs", "b", "c")}
+
+    def job(name, limit=60):
+        return run_all.Job(name=name, script="job.py", words=words[name], launcher="python", limit=limit)
+
+    monkeypatch.setattr(run_all, "PHASES", {"1": [job("a")], "2": [job("b"), job("hangs", 2)], "3": [job("c")]})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(sys, "argv", ["run_all.py", "--out", str(tmp_path / "out")])
+    run_all.main()
+    said = (tmp_path / "said").read_text().splitlines()
+    assert said.index("b imported") < said.index("a ends") < said.index("b begins")  # or `a` would not have ended
+    assert said.index("b ends") < said.index("c begins") < said.index("c ends")
+    assert "hangs begins" in said and "hangs ends" not in said
+    assert "hangs: ended after its 2 s" in capfd.readouterr().out

@@ -23,6 +23,7 @@ import sharing
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from ahead import wait
 from rows import Rows
 from sharing import DEVICE, ON_GPU, RANK, WORLD
 from wrong_sharing import wrong
@@ -147,6 +148,7 @@ def main() -> int:
     parser.add_argument("--cell", nargs="+", required=True)
     parser.add_argument("--tiny", action="store_true", help="the tests' tiny model, to try the script without GPUs")
     args = parser.parse_args()
+    wait()
     if ON_GPU:
         torch.cuda.set_device(DEVICE)
     if not sharing.DEEPSPEED:

@@ -23,6 +23,7 @@ os.environ["RANK"] = os.environ.get("RANK", "0")  # one process is started witho
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from ahead import wait
 from curves import ON_GPU, RANK, trainer
 from fsdp2_without_gpu import fsdp2_without_gpu
 from rows import Rows
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=1, help="sequence_parallel_size")
     parser.add_argument("--tiny", action="store_true", help="the tests' tiny model, to try the script without GPUs")
     args = parser.parse_args()
+    wait()
     if ON_GPU:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     elif "ACCELERATE_USE_FSDP" in os.environ:

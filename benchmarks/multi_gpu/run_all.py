@@ -1,13 +1,14 @@
 """Everything about several GPUs, in one call:
 
-    python run_all.py --out FOLDER                       # all phases, about 7 minutes on two H200
+    python run_all.py --out FOLDER                       # all phases, about 8 minutes on two H200
     python run_all.py --out FOLDER --phase lora full     # some of them
     python run_all.py --out FOLDER --tiny                # tiny sizes; without GPUs, gloo in the place of NCCL
 
-A phase starts jobs that may run beside each other, each a process group of its own with a limit in seconds: one that hangs or
-crashes costs the others nothing. Lines are written as they come; after every phase they are put together in FOLDER as
-`agreement.csv`, `curves.csv`, `collectives.csv` and `steps.csv`, and at the end `summary.py` prints what they say. `log.txt` has
-the end of the output of all jobs.
+A phase has jobs that may run beside each other, each a process group of its own with a limit in seconds: one that hangs or
+crashes costs the others nothing. With GPUs, the jobs of the next phase are started at the same time and wait with their imports
+done (`ahead.py`). Lines are written as they come; every few seconds they are put together in FOLDER as `agreement.csv`,
+`curves.csv`, `collectives.csv`, `steps.csv` and `colocated.csv`, and at the end `summary.py` prints what they say. `log.txt` has the
+end of the output of all jobs.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
+from ahead import VARIABLE
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE.parents[1] / "configs/accelerate"
@@ -46,6 +48,8 @@ class Job:
         launcher (`str`): "python" (one process), "torchrun", or the name of a file in configs/accelerate.
         gpu (`int`): Which one, of a single process.
         limit (`int`): Seconds.
+        environment (`dict[str, str]`): Of this job alone.
+        needs (`str`, *optional*): A package, which `--<package> FOLDER` may bring.
     """
 
     name: str
@@ -55,6 +59,7 @@ class Job:
     gpu: int = 0
     limit: int = 120
     environment: dict[str, str] = field(default_factory=dict)
+    needs: str | None = None
 
 
 AGREEMENT = [
@@ -65,13 +70,24 @@ AGREEMENT = [
 
 def curve(name: str, launcher: str, size: str, rows: int, gpu: int = 0) -> Job:
     words = ["FOLDER", name, "--size", size, "--rows", str(rows), "--ranks", "PROCESSES"]
-    return Job(name=f"curve {name}", script="curve.py", words=words, launcher=launcher, gpu=gpu, limit=120)
+    return Job(name=f"curve {name}", script="curve.py", words=words, launcher=launcher, gpu=gpu, limit=100)
 
 
 def steps(*cases: str, **options) -> Job:
     collectives = ["--collectives"] if cases[0] == "lora_ddp_sp" else []
     words = ["--out", "FOLDER", *collectives, "--case", *cases]
     return Job(name=f"steps {cases[0]}", script="train_steps.py", words=words, **options)
+
+
+def colocated(case: str, limit: int) -> Job:
+    own = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }  # fmt: skip
+    return Job(
+        name=f"colocated {case}", script="colocated.py", words=["FOLDER", "--case", case], limit=limit, environment=own,
+        needs="vllm",
+    )  # fmt: skip
 
 
 PHASES = {
@@ -91,11 +107,14 @@ PHASES = {
             launcher="zero3_sp",
             limit=100,
             environment={"DS_ACCELERATOR": "cuda"},
+            needs="deepspeed",
         ),
     ],
-    "one": [steps("lora_one", launcher="python", limit=90), steps("full_one_12", launcher="python", gpu=1, limit=90)],
-    "lora": [steps("lora_ddp_sp", "lora_ddp_dp", "lora_fsdp2_sp", "lora_fsdp2_dp", limit=200)],
-    "full": [steps("full_fsdp2_sp", "full_fsdp2_sp_12", "full_fsdp2_dp_12", limit=130)],
+    "one": [steps("lora_one", launcher="python", limit=80), steps("full_one_12", launcher="python", gpu=1, limit=80)],
+    "lora": [steps("lora_ddp_sp", "lora_ddp_dp", "lora_fsdp2_sp", "lora_fsdp2_dp", limit=160)],
+    "full": [steps("full_fsdp2_sp", "full_fsdp2_sp_12", "full_fsdp2_dp_12", limit=120)],
+    "colocated": [colocated("full", limit=180)],
+    "colocated_tp": [colocated("lora_tp", limit=150)],
 }
 
 
@@ -128,15 +147,15 @@ def command(job: Job, folder: Path, processes: int, tiny: bool) -> list[str]:
 
 def impossible(job: Job, args: argparse.Namespace) -> str | None:
     """Why a job is left out here, if it is."""
-    if job.launcher.startswith("zero3") and args.deepspeed is None and find_spec("deepspeed") is None:
-        return "deepspeed is not installed"
+    if job.needs is not None and vars(args)[job.needs] is None and find_spec(job.needs) is None:
+        return f"{job.needs} is not installed"
     return None
 
 
 def environment(job: Job, args: argparse.Namespace, gpus: int) -> dict[str, str]:
     own = {**ENVIRONMENT, **os.environ, **job.environment}
-    if args.deepspeed is not None and job.launcher.startswith("zero3"):
-        own["PYTHONPATH"] = f"{own.get('PYTHONPATH', '')}:{args.deepspeed}"
+    if job.needs is not None and vars(args)[job.needs] is not None:
+        own["PYTHONPATH"] = f"{own.get('PYTHONPATH', '')}:{vars(args)[job.needs]}"
     if not gpus:
         own.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
         own.pop("DS_ACCELERATOR", None)
@@ -147,46 +166,63 @@ def environment(job: Job, args: argparse.Namespace, gpus: int) -> dict[str, str]
     return own
 
 
+class Phase:
+    """Jobs that have been started, and import and wait until they are let go."""
+
+    def __init__(self, name: str, work: Path, args: argparse.Namespace, gpus: int) -> None:
+        self.name, self.work, self.go = name, work, work / f"go_{name}"
+        self.running: list[tuple[Job, subprocess.Popen, Path]] = []
+        for job in PHASES[name]:
+            if reason := impossible(job, args):
+                print(f"# {job.name}: left out, {reason}", flush=True)
+                continue
+            log = work / f"{job.name.replace(' ', '_')}.log"
+            own = {**environment(job, args, gpus), VARIABLE: str(self.go)}
+            with log.open("w") as file:
+                process = subprocess.Popen(
+                    command(job, work, args.processes, args.tiny), env=own, stdout=file, stderr=subprocess.STDOUT
+                )
+            self.running.append((job, process, log))
+
+    def run(self, args: argparse.Namespace, started: float) -> None:
+        self.go.touch()
+        begin = written = time.monotonic()
+        while self.running:
+            time.sleep(0.2)
+            if time.monotonic() - written > EVERY:
+                put_together(self.work, args.out)
+                written = time.monotonic()
+            seconds = time.monotonic() - begin
+            for entry in list(self.running):
+                job, process, log = entry
+                code = process.poll()
+                limit = job.limit * (5 if args.tiny else 1)  # a CPU that others use too
+                if code is None and seconds < limit and time.monotonic() - started < args.budget:
+                    continue
+                if code is None:
+                    end(process)
+                    code = f"ended after its {limit} s or the budget"
+                self.running.remove(entry)
+                print(f"# {time.monotonic() - started:5.0f} s  {job.name}: {code} after {seconds:.0f} s", flush=True)
+                if code != 0:
+                    lines = [line for line in log.read_text(errors="replace").splitlines() if "Warning" not in line]
+                    told = [line for line in lines if "Error" in line][:8]
+                    print("\n".join(line[:300] for line in (told or lines[-8:])), flush=True)
+        put_together(self.work, args.out)
+
+    def end(self) -> None:
+        for _, process, _ in self.running:
+            end(process)
+
+
 def end(process: subprocess.Popen) -> None:
     """A launcher and its ranks, which are sessions of their own and would outlive it."""
-    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    for member in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
     process.wait()
-
-
-def run_phase(jobs: list[Job], work: Path, args: argparse.Namespace, gpus: int, started: float) -> None:
-    running = []
-    for job in jobs:
-        if reason := impossible(job, args):
-            print(f"# {job.name}: left out, {reason}", flush=True)
-            continue
-        log = work / f"{job.name.replace(' ', '_')}.log"
-        with log.open("w") as file:
-            process = subprocess.Popen(
-                command(job, work, args.processes, args.tiny), env=environment(job, args, gpus), stdout=file,
-                stderr=subprocess.STDOUT,
-            )  # fmt: skip
-        running.append((job, process, log, time.monotonic()))
-    while running:
-        time.sleep(0.2)
-        for entry in list(running):
-            job, process, log, begin = entry
-            seconds = time.monotonic() - begin
-            code = process.poll()
-            limit = job.limit * (5 if args.tiny else 1)  # a CPU that others use too
-            if code is None and seconds < limit and time.monotonic() - started < args.budget:
-                continue
-            if code is None:
-                end(process)
-                code = f"ended after its {limit} s or the budget"
-            running.remove(entry)
-            print(f"# {time.monotonic() - started:5.0f} s  {job.name}: {code} after {seconds:.0f} s", flush=True)
-            if code != 0:
-                lines = [line for line in log.read_text(errors="replace").splitlines() if "Warning" not in line]
-                told = [line for line in lines if "Error" in line][:8]
-                print("\n".join(line[:300] for line in (told or lines[-8:])), flush=True)
 
 
 PARTS = {
@@ -194,8 +230,11 @@ PARTS = {
     "curves": "curve_*.csv",
     "collectives": "collectives.csv",
     "steps": "steps_*.csv",
+    "colocated": "colocated_*.csv",
 }
+WRITES = {"agreement.py": "agreement", "curve.py": "curves", "train_steps.py": "steps", "colocated.py": "colocated"}
 LOG = 100_000  # characters of a job's output that are kept
+EVERY = 10.0  # seconds between two looks at what there is, for a run that is cut
 
 
 def put_together(work: Path, out: Path) -> None:
@@ -203,7 +242,7 @@ def put_together(work: Path, out: Path) -> None:
     for name, pattern in PARTS.items():
         lines: list[str] = []
         for part in sorted(work.glob(pattern)):
-            header, *rest = part.read_text(encoding="utf-8").splitlines()
+            header, *rest = part.read_text(encoding="utf-8").splitlines() or [""]
             lines += rest if lines else [header, *rest]
         if lines:
             (out / f"{name}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -217,7 +256,8 @@ def main() -> None:
     parser.add_argument("--phase", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which everything is ended")
-    parser.add_argument("--deepspeed", type=Path, help="a folder that has the package, where it is not installed")
+    for package in ("deepspeed", "vllm"):
+        parser.add_argument(f"--{package}", help="folders (colons between) that have it, where it is not installed")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes")
     args = parser.parse_args()
     import torch
@@ -228,12 +268,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         (work / "zero3").mkdir()
-        for name in args.phase:
-            if time.monotonic() - started < args.budget:
-                print(f"# {time.monotonic() - started:5.0f} s  phase {name}", flush=True)
-                run_phase(PHASES[name], work, args, gpus, started)
-                put_together(work, args.out)
-    subprocess.run([sys.executable, str(HERE / "summary.py"), str(args.out)], check=False)
+        names, begun = list(args.phase), []
+        try:
+            while (names or begun) and time.monotonic() - started < args.budget:
+                while names and len(begun) < (2 if gpus else 1):
+                    begun.append(Phase(names.pop(0), work, args, gpus))
+                print(f"# {time.monotonic() - started:5.0f} s  phase {begun[0].name}", flush=True)
+                begun[0].run(args, started)
+                begun.pop(0)
+        finally:
+            for phase in begun:
+                phase.end()
+    wanted = {WRITES[job.script] for name in args.phase for job in PHASES[name] if impossible(job, args) is None}
+    subprocess.run([sys.executable, str(HERE / "summary.py"), str(args.out), *sorted(wanted)], check=False)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
-"""What the lines of a run say, as tables in Markdown:  python summary.py FOLDER
+"""What the lines of a run say, as tables in Markdown:  python summary.py FOLDER [PART ...]
 
-FOLDER holds what `run_all.py` wrote: `agreement.csv`, `curves.csv`, `steps.csv`. Fails if a check does: gradients of ranks that share sequences may be no further from float32 than `bound` times what
-one GPU is, and every deliberate mistake must be.
+FOLDER holds what `run_all.py` wrote, a file of each part: `agreement.csv`, `curves.csv`, `steps.csv`, `colocated.csv`, and
+`collectives.csv`; the parts that are named have to be there. Fails if a check does: gradients of ranks that share sequences may be no
+further from float32 than `bound` times what one GPU is, and every deliberate mistake must be; every sync of a colocated engine
+that was probed sent changed weights, and the probes let the run go on.
 """
 
 import csv
+import statistics
 import sys
 from collections import defaultdict
 from pathlib import Path
 
 CONTROL = 1.5  # times one GPU's error that a mistake must be off by, at least in one group
+PROBES = 10  # of a colocated run
 CURVE = 5.0  # times the difference between two runs of one GPU that a curve may be off by
 Row = dict[str, str]
 
@@ -155,13 +159,60 @@ def print_collectives(rows: list[Row]) -> None:
         print(f"| {row['collective']} | {sent / 1e6:.0f} | {1e3 * seconds:.3f} | {row['gb_per_s']} |")
 
 
+def colocated(rows: list[Row]) -> list[str]:
+    """Prints what a step with an engine on the same GPUs is made of, and returns what fails."""
+    if not rows:
+        return []
+    cases: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        cases[row["case"]][row["step"]].append(row)
+    failed = []
+    print(
+        "\n| case | steps | step s | sync s, not probed | of a step | sync s, probed | probe s | wake s | sleep s | sampling s | train s | "
+        "optimizer s | probes passed | mean, largest | changed | GiB sampling, asleep, after the step |\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    )
+    for case, by_step in cases.items():
+        steps = [ranks for step, ranks in by_step.items() if step != "1"]  # the first compiles
+
+        def seconds(name: str, probed: str | None = None, steps: list[list[Row]] = steps) -> str:
+            """Median of the steps, of the slowest rank."""
+            found = [max(float(row[name]) for row in ranks) for ranks in steps if probed in (None, ranks[0]["probed"])]
+            return f"{statistics.median(found):.3f}" if found else ""
+
+        probes = [ranks for ranks in by_step.values() if ranks[0]["probed"] == "True"]
+        means = [float(row["probe_mean"]) for ranks in probes for row in ranks]
+        changed = [int(row["changed"]) for ranks in probes for row in ranks]
+        tensors = {row["tensors"] for ranks in probes for row in ranks}
+        gib = [
+            max(float(row[f"{when}_gib"]) for row in rows if row["case"] == case)
+            for when in ("rollout", "asleep", "train")
+        ]
+        largest = f"{max(means):.3g}" if means else ""
+        if len(probes) < PROBES:
+            failed.append(f"colocated {case}: {len(probes)} of {PROBES} probed steps")
+        if not all(changed):
+            failed.append(f"colocated {case}: syncs of weights that had not changed")
+        wake = [
+            max(float(row["wake_weights_s"]) + float(row["wake_kv_cache_s"]) for row in ranks) for ranks in steps
+        ] or [0.0]
+        print(
+            f"| {case} | {len(by_step)} | {seconds('step_s', 'False')} | {seconds('sync_s', 'False')} | {seconds('sync_share', 'False')} | "
+            f"{seconds('sync_s', 'True')} | {seconds('probe_s', 'True')} | {statistics.median(wake):.3f} | {seconds('sleep_s')} | "
+            f"{seconds('sampling_s')} | {seconds('train_s')} | {seconds('optimizer_s')} | {len(probes)} | {largest} | "
+            f"{min(changed, default=0)} to {max(changed, default=0)} of {', '.join(tensors)} | {', '.join(f'{value:.1f}' for value in gib)} |"
+        )
+    return failed
+
+
 def main() -> int:
-    folder = Path(sys.argv[1])
-    rows = {name: read(folder, name) for name in ("agreement", "curves", "steps")}
-    failed = [f"no lines of {name}" for name, found in rows.items() if not found]
+    folder, *wanted = Path(sys.argv[1]), *sys.argv[2:]
+    rows = {name: read(folder, name) for name in ("agreement", "curves", "steps", "collectives", "colocated")}
+    failed = [f"no lines of {name}" for name in wanted if not rows[name]]
     failed += agreement(rows["agreement"]) + curves(rows["curves"])
     print_steps(rows["steps"])
-    print_collectives(read(folder, "collectives"))
+    print_collectives(rows["collectives"])
+    failed += colocated(rows["colocated"])
     print("\n" + ("\n".join(f"FAILED {line}" for line in failed) or "all checks hold"), flush=True)
     return bool(failed)
 

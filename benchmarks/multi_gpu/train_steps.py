@@ -26,6 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "experts"))
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
+from ahead import wait
 from collectives import measure
 from gpu_time import KINDS, kernels_of, shares
 from rows import Rows
@@ -167,10 +168,10 @@ class Writer(TrainerCallback):
 
 
 @contextlib.contextmanager
-def sharded_by_hand(ranks: Ranks) -> Iterator[None]:
+def sharded_by_hand(sharding: str) -> Iterator[None]:
     """Accelerate leaves a model as it is that `shard_model` has sharded. By configuration it would keep float32 master weights
     of all parameters, which two GPUs have no room for."""
-    if ranks.sharding == "none":
+    if sharding == "none":
         yield
         return
     original = Accelerator.prepare_model
@@ -194,7 +195,7 @@ def run_case(name: str, folder: Path, tiny: bool) -> None:
         trainer.add_callback(writer)
         return trainer
 
-    with sharded_by_hand(ranks):
+    with sharded_by_hand(ranks.sharding):
         run(case, lambda *_: None, build)
     writer.trainer = None
 
@@ -206,6 +207,7 @@ def main() -> int:
     parser.add_argument("--collectives", action="store_true", help="collectives by themselves, first")
     parser.add_argument("--tiny", action="store_true", help="tiny width and rows, to try the script without GPUs")
     args = parser.parse_args()
+    wait()
     if ON_GPU:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if args.collectives:

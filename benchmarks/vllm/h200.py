@@ -87,8 +87,8 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def policy(width: str, vocabulary: int, device: str) -> Any:
-    """A random GPT-OSS in bf16 whose sinks, biases and routers matter."""
+def policy(width: str, vocabulary: int, device: str, layers: int = 4) -> Any:
+    """A random GPT-OSS in bf16 whose sinks, biases and routers matter. However many layers add up to as much as four."""
     import torch
     from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -97,7 +97,7 @@ def policy(width: str, vocabulary: int, device: str) -> Any:
     rope = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
     config = GptOssConfig(
         vocab_size=-(-vocabulary // 64) * 64,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         sliding_window=128,
         max_position_embeddings=131072,
         rope_parameters={**rope, "truncate": False, "original_max_position_embeddings": 4096},
@@ -119,7 +119,10 @@ def policy(width: str, vocabulary: int, device: str) -> Any:
             elif "norm" in name:
                 parameter.normal_(1.0, 0.1)
             else:
-                parameter.normal_(0.0, (0.3 if "router" in name else 0.08) * scale)
+                adds = "o_proj" in name or "down_proj" in name
+                parameter.normal_(
+                    0.0, (0.3 if "router" in name else 0.08) * scale * ((4 / layers) ** 0.5 if adds else 1)
+                )
     return model
 
 

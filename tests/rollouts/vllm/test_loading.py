@@ -92,6 +92,21 @@ def test_in_place_hands_over_one_tensor_at_a_time():
     assert calls == [["a"], ["b"], ["c"]]
 
 
+def test_a_loader_that_zeroes_what_it_is_given_leaves_the_trainer_its_weights():
+    """As vLLM's does with the down projection's bias on all tensor-parallel ranks but the first."""
+    model = random_model()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    class Model(torch.nn.Module):
+        def load_weights(self, weights):
+            for name, weight in weights:
+                if name.endswith("down_proj_bias"):
+                    weight.zero_()
+
+    load_policy(Model(), None, ((n, p.data) for n, p in model.named_parameters()), "in_place")
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
 def test_experts_get_a_name_each_and_sinks_are_kept_apart():
     model, sinks = random_model(), {}
     names = dict(loading._one_name_per_expert(((n, p.data) for n, p in model.named_parameters()), sinks))

@@ -42,7 +42,8 @@ def load_policy(model: nn.Module, model_config: Any, weights: Weights, way: Load
     with torch.no_grad():
         if way == "in_place":
             for name, tensor in weights:
-                model.load_weights([(name, tensor)])
+                # Beyond the first tensor-parallel rank vLLM zeroes this bias in place: the trainer's own, if it is not sharded.
+                model.load_weights([(name, tensor.clone() if name.endswith("down_proj_bias") else tensor)])
         else:
             _reload(model, model_config, weights)
 
