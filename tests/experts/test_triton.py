@@ -168,7 +168,18 @@ def test_tensor_descriptors(monkeypatch: pytest.MonkeyPatch, store: bool) -> Non
     config = TileConfig(64 if GPU else 16, 32, 16, 4, 2, 2, 1, tma=True, tma_store=store, presort=store)
     monkeypatch.setattr(cuda_path, "tile_config", lambda *arguments: config)
     compare(case(37, 2, 3, 64, 48, 0, "foreign"), 2e-5)
-    compare(case(60, 2, 3, 64, 48), 2e-5)  # whole row tiles, which are stored through the descriptor
+    compare(case(60, 2, 3, 64, 48), 2e-5)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs the triton package")
+def test_ragged_descriptor_is_that_of_triton() -> None:
+    from triton.tools.ragged_tma import create_ragged_descriptor
+
+    from trl_gptoss.experts import tiles
+
+    wide = torch.empty(7, 64, dtype=torch.bfloat16)
+    for matrix in (wide, wide[:, :48], wide[2:]):
+        assert tiles.ragged_descriptor(matrix, 16, 8) == create_ragged_descriptor(matrix, [16, 8])
 
 
 @runnable

@@ -7,11 +7,19 @@ are used where the configuration asks for them and the GPU has them.
 import torch
 import triton
 import triton.language as tl
+from triton.tools.ragged_tma import load_ragged, to_ragged_indices
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import tiles
-from .tiles import expert_tiles, locate_tile
+from .tiles import expert_tiles, place_tile
 from .tuning import TileConfig, cdiv, next_power_of_2
+
+
+@triton.jit
+def _store_rows(ragged, start, end, row, column, block, BM: tl.constexpr, BN: tl.constexpr):
+    """Write `block` to rows `row:` of the rows `start:end` of one expert; what lies past `end` is not written."""
+    wrap, last, place = to_ragged_indices(start, end - start, row)
+    ragged.store([wrap, last, place, column], tl.reshape(block, (1, 1, BM, BN)))
 
 
 @triton.jit
@@ -19,6 +27,7 @@ def _grouped_gemm_kernel(
     a,
     b,
     c,
+    h,
     bias_ptr,
     c_ptr,
     h_ptr,
@@ -57,7 +66,8 @@ def _grouped_gemm_kernel(
     EVEN_K: tl.constexpr,
     TMA_A: tl.constexpr,
     TMA_B: tl.constexpr,
-    TMA_STORE: tl.constexpr,
+    TMA_STORE_C: tl.constexpr,
+    TMA_STORE_H: tl.constexpr,
     FLATTEN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -69,32 +79,26 @@ def _grouped_gemm_kernel(
         lane = tl.arange(0, E_POW2)
         padded, _ = expert_tiles(offsets_ptr, E, E_POW2, PAD)
     column_tiles = tl.cdiv(columns, BN)
-    group_size = GROUP * column_tiles
     k_steps = tl.cdiv(K, BK)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, num_programs, flatten=FLATTEN):
-        first_m = tile // group_size * GROUP
-        rows_in_group = min(row_tiles - first_m, GROUP)
-        tile_m = first_m + tile % group_size % rows_in_group
-        tile_n = tile % group_size // rows_in_group
-        expert, begin, end = locate_tile(offsets_ptr, running, tile_m, BM)
-
+        expert, start, end, tile_m, tile_n = place_tile(offsets_ptr, running, tile, column_tiles, BM, GROUP)
+        begin = start + tile_m * BM
         rows = begin + tl.arange(0, BM)
         row_mask = rows < end
         local = tile_n * BN + tl.arange(0, BN)
         n = column_begin + local
         n_mask = local < columns
         inner = tl.arange(0, BK)
-        begin_a = begin
+        start_a = start
         if PADDED_A:
-            before = tl.sum(tl.where(lane == expert - 1, padded, 0), axis=0)
-            begin_a = before * PAD + begin - tl.load(offsets_ptr + expert)
+            start_a = tl.sum(tl.where(lane == expert - 1, padded, 0), axis=0) * PAD
         if GATHER or SCATTER or WEIGHTED:
             assignment = tl.load(order_ptr + rows, mask=row_mask, other=0)
         if not TMA_A:
             if GATHER:
                 source = assignment // TOP_K
             else:
-                source = begin_a + tl.minimum(rows, end - 1) - begin
+                source = start_a + tl.minimum(rows, end - 1) - start
             a_ptrs = a + source.to(tl.int64)[:, None] * stride_a + inner[None, :]
         if not TMA_B:
             if TRANS_B:
@@ -110,9 +114,9 @@ def _grouped_gemm_kernel(
         for step in range(0, k_steps):
             k = step * BK
             if TMA_A:
-                a_tile = a.load([begin_a, k])
-            else:
-                if EVEN_K:  # rows past the expert's end are zeros: they cost the tensor cores less power
+                a_tile = load_ragged(a, start_a, end - start, [tile_m * BM, k])
+            else:  # either way rows past the expert's end are zeros: they cost the tensor cores less power
+                if EVEN_K:
                     a_tile = tl.load(a_ptrs, mask=row_mask[:, None], other=0.0)
                 else:
                     a_tile = tl.load(a_ptrs, mask=row_mask[:, None] & (inner[None, :] < K - k), other=0.0)
@@ -150,30 +154,29 @@ def _grouped_gemm_kernel(
             weight = tl.load(weight_ptr + assignment, mask=row_mask, other=0.0).to(tl.float32)
             acc *= weight[:, None]
         if STORE_C:
-            if SCATTER:
-                destination = assignment.to(tl.int64)
+            if TMA_STORE_C:
+                _store_rows(c, start, end, tile_m * BM, tile_n * BN, acc.to(c.dtype), BM, BN)
             else:
-                destination = rows.to(tl.int64)
-            c_ptrs = c_ptr + destination[:, None] * stride_c + local[None, :]
-            c_mask = row_mask[:, None] & n_mask[None, :]
-            if TMA_STORE:
-                if begin + BM <= end:
-                    c.store([begin, tile_n * BN], acc.to(c.dtype))
-                else:  # the next rows belong to another expert
-                    tl.store(c_ptrs, acc.to(c.dtype), mask=c_mask)
-            else:
-                tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=c_mask)
+                if SCATTER:
+                    destination = assignment.to(tl.int64)
+                else:
+                    destination = rows.to(tl.int64)
+                c_ptrs = c_ptr + destination[:, None] * stride_c + local[None, :]
+                tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
         if GATED:
             gate, linear = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
             gate = tl.minimum(gate, limit)
             linear = tl.minimum(tl.maximum(linear, -limit), limit)
-            h = (linear + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
-            m = tile_n * (BN // 2) + tl.arange(0, BN // 2)
-            tl.store(
-                h_ptr + rows.to(tl.int64)[:, None] * stride_h + m[None, :],
-                h.to(h_ptr.dtype.element_ty),
-                mask=row_mask[:, None] & (m < columns // 2)[None, :],
-            )
+            activated = (linear + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+            if TMA_STORE_H:
+                _store_rows(h, start, end, tile_m * BM, tile_n * (BN // 2), activated.to(h.dtype), BM, BN // 2)
+            else:
+                m = tile_n * (BN // 2) + tl.arange(0, BN // 2)
+                tl.store(
+                    h_ptr + rows.to(tl.int64)[:, None] * stride_h + m[None, :],
+                    activated.to(h_ptr.dtype.element_ty),
+                    mask=row_mask[:, None] & (m < columns // 2)[None, :],
+                )
 
 
 def grouped_gemm(
@@ -225,18 +228,18 @@ def grouped_gemm(
         flat_b = b.reshape(-1, b.shape[2])
         tma_a, tma_b = not gather and tiles.can_describe(a), tiles.can_describe(flat_b)
         if tma_a:
-            a_operand = TensorDescriptor.from_tensor(a, [config.bm, config.bk])
+            a_operand = tiles.ragged_descriptor(a, config.bm, config.bk)
         if tma_b:
             b_block = [config.bn, config.bk] if transpose_b else [config.bk, config.bn]
             b_operand = TensorDescriptor.from_tensor(flat_b, b_block)
-    if config.tma_store and config.flatten:
-        raise ValueError(f"{config}: Triton 3.6 cannot flatten a loop with two kinds of stores; switch one off.")
-    tma_store = config.tma_store and out is not None and not scatter and tiles.can_describe(out)
+    stored_c = config.tma_store and out is not None and not scatter and tiles.can_describe(out)
+    stored_h = config.tma_store and gated is not None and tiles.can_describe(gated)
     low, up = low_rank or (None, None)
     _grouped_gemm_kernel[(programs,)](
         a_operand,
         b_operand,
-        TensorDescriptor.from_tensor(out, [config.bm, config.bn]) if tma_store else None,
+        tiles.ragged_descriptor(out, config.bm, config.bn) if stored_c else None,
+        tiles.ragged_descriptor(gated, config.bm, config.bn // 2) if stored_h else None,
         bias,
         out,
         gated,
@@ -275,7 +278,8 @@ def grouped_gemm(
         EVEN_K=even_k,
         TMA_A=tma_a,
         TMA_B=tma_b,
-        TMA_STORE=tma_store,
+        TMA_STORE_C=stored_c,
+        TMA_STORE_H=stored_h,
         FLATTEN=config.flatten,
         BM=config.bm,
         BN=config.bn,

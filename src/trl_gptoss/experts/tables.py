@@ -12,7 +12,7 @@ TABLES: dict[str, dict[str, dict[int, tuple]]] = {
             8: (16, 128, 64, 4, 4, 8, 3, False, False),
             64: (64, 256, 64, 4, 4, 8, 1, True, False),
             256: (128, 256, 64, 8, 3, 8, 1, True, False, False, True),
-            1024: (128, 256, 64, 8, 3, 8, 1, True, True),
+            1024: (128, 256, 64, 8, 3, 16, 1, True, True),
             4096: (128, 256, 64, 8, 3, 8, 1, True, True),
         },
         "up_eval": {
@@ -20,15 +20,15 @@ TABLES: dict[str, dict[str, dict[int, tuple]]] = {
             8: (16, 128, 64, 4, 4, 8, 3, False, False),
             64: (64, 256, 64, 4, 4, 8, 1, True, False),
             256: (128, 256, 64, 8, 3, 8, 1, True, False, False, True),
-            1024: (128, 256, 64, 8, 3, 4, 1, True, True),
-            4096: (128, 256, 64, 8, 3, 4, 1, True, True),
+            1024: (128, 256, 64, 8, 3, 16, 1, True, True, True),
+            4096: (128, 256, 64, 8, 3, 4, 1, True, True, True),
         },
         "down": {
             1: (16, 64, 64, 4, 5, 8, 4, False, False),
             8: (16, 128, 64, 4, 4, 8, 3, False, False),
             64: (128, 256, 64, 8, 3, 8, 1, True, False),
             256: (128, 256, 64, 8, 4, 8, 1, True),
-            1024: (128, 256, 64, 8, 4, 8, 1, True),
+            1024: (128, 256, 64, 8, 4, 16, 1, True),
             4096: (128, 256, 64, 8, 3, 8, 1, True),
         },
         "grad_hidden": {
@@ -36,7 +36,7 @@ TABLES: dict[str, dict[str, dict[int, tuple]]] = {
             8: (16, 128, 64, 8, 5, 8, 2, False, False),
             64: (64, 256, 64, 4, 4, 8, 1, True, False),
             256: (128, 256, 64, 8, 3, 8, 1, True, False, False, True),
-            1024: (128, 256, 64, 8, 3, 8, 1, True, True),
+            1024: (128, 256, 64, 8, 3, 16, 1, True, True),
             4096: (128, 256, 64, 8, 3, 8, 1, True, True),
         },
         "grad_hidden_sorted": {
@@ -44,7 +44,7 @@ TABLES: dict[str, dict[str, dict[int, tuple]]] = {
             8: (16, 128, 64, 8, 5, 8, 2, False, False),
             64: (64, 256, 64, 4, 4, 8, 1, True, False),
             256: (128, 256, 64, 8, 3, 4, 1, True, True),
-            1024: (128, 256, 64, 8, 3, 4, 1, True, True),
+            1024: (128, 256, 64, 8, 3, 16, 1, True, True),
             4096: (128, 256, 64, 8, 3, 8, 1, True, True),
         },
         "grad_input": {
@@ -52,7 +52,7 @@ TABLES: dict[str, dict[str, dict[int, tuple]]] = {
             8: (16, 64, 128, 4, 3, 8, 4, False, False),
             64: (64, 256, 64, 4, 4, 8, 1, True, False),
             256: (64, 256, 64, 4, 4, 8, 1, True),
-            1024: (128, 256, 64, 8, 3, 8, 1, True, False),
+            1024: (128, 256, 64, 8, 3, 16, 1, True, False),
             4096: (128, 256, 64, 8, 3, 8, 1, True, False),
         },
         "wgrad_up": {

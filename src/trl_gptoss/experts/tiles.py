@@ -9,6 +9,7 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .tuning import TileConfig, cdiv
 
@@ -33,6 +34,26 @@ def locate_tile(offsets_ptr, running, tile, BM: tl.constexpr):
     first = tl.max(tl.where(done, running, 0), axis=0)
     begin = tl.load(offsets_ptr + expert) + (tile - first) * BM
     return expert, begin, tl.load(offsets_ptr + expert + 1)
+
+
+@triton.jit
+def place_tile(offsets_ptr, running, tile, column_tiles, BM: tl.constexpr, GROUP: tl.constexpr):
+    """Expert, its first and end row, row tile within the expert and column tile of tile `tile` of a product.
+
+    All tiles of an expert come one after another, so that its matrix is read from memory once. Its row tiles are cut into
+    equal groups of at most `GROUP`, which share a column before the next column starts.
+    """
+    done = running * column_tiles <= tile
+    expert = tl.sum(done.to(tl.int32), axis=0)
+    rest = tile - tl.max(tl.where(done, running, 0), axis=0) * column_tiles
+    start = tl.load(offsets_ptr + expert)
+    end = tl.load(offsets_ptr + expert + 1)
+    row_tiles = tl.cdiv(end - start, BM)
+    group = tl.cdiv(row_tiles, tl.cdiv(row_tiles, GROUP))
+    first = rest // (group * column_tiles) * group
+    inside = rest % (group * column_tiles)
+    group = min(row_tiles - first, group)
+    return expert, start, end, first + inside % group, inside // group
 
 
 @functools.cache
@@ -61,6 +82,16 @@ def can_describe(matrix: torch.Tensor) -> bool:
         and matrix.stride(0) * matrix.element_size() % 16 == 0
         and matrix.stride(1) == 1
     )
+
+
+def ragged_descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Descriptor for `triton.tools.ragged_tma`, with tiles of (rows, columns) that end where an expert's rows end.
+
+    Equal to its `create_ragged_descriptor`, which takes 13 us on the host; this takes 1.6.
+    """
+    pitch = matrix.stride(0)
+    shape = [0x7FFF0000, 0x7FFF0000, 2**30, matrix.shape[1]]
+    return TensorDescriptor(matrix, shape, [2**34 - pitch, pitch, pitch, 1], [1, 1, rows, columns])
 
 
 def padded_rows(rows: int, experts: int) -> int:

@@ -27,14 +27,14 @@ KERNELS = (
     "wgrad_down",
 )
 PRESORTED = ("up", "up_eval", "grad_hidden")  # gather their rows, in the product or before it
-STORED_BY_TMA = ("up", "grad_hidden", "grad_hidden_sorted", "wgrad_up", "wgrad_down")
+STORED_BY_TMA = ("up", "up_eval", "grad_hidden", "grad_hidden_sorted", "wgrad_up", "wgrad_down")
 
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
     """Tile of one kernel: `bm` rows x `bn` columns, `bk` contraction step.
 
-    `warps` and `stages` are Triton's; `group` row tiles share their columns before the next columns start (L2 reuse);
+    `warps` and `stages` are Triton's; up to `group` row tiles of an expert share a column before the next starts (L2 reuse);
     `programs` is the size of the persistent grid per multiprocessor; `tma` uses tensor descriptors where they exist;
     `flatten` joins the tile loop with the contraction loop, so that a tile's first loads overlap the last one's store;
     `tma_store` (of `STORED_BY_TMA`) writes the result through a descriptor; `presort` (of `PRESORTED`) reads a sorted copy
@@ -144,8 +144,7 @@ def candidates(kernel: str, rows_per_expert: int) -> list[TileConfig]:
     tma = TileConfig(128, 256, 64, 8, 3, tma=True)
     large = [replace(tma, flatten=flatten) for flatten in (False, True)]
     if kernel in STORED_BY_TMA:
-        stored = large if kernel.startswith("wgrad") else large[:1]
-        large += [replace(config, tma_store=True) for config in stored]
+        large += [replace(config, tma_store=True) for config in large]
     if kernel in PRESORTED:
         large += [replace(config, presort=True) for config in large]
     large.append(replace(tma, stages=4))
@@ -154,7 +153,8 @@ def candidates(kernel: str, rows_per_expert: int) -> list[TileConfig]:
     small = [TileConfig(64, 256, 64, 4, 4, tma=True), TileConfig(64, 128, 64, 4, 4, programs=2)]
     if rows_per_expert <= 64:
         return [*small, tma, TileConfig(128, 128, 64, 4, 3, programs=2, tma=True)]
-    large += [replace(tma, group=4, flatten=True), TileConfig(128, 256, 32, 8, 5)]
+    large += [replace(tma, group=group, flatten=True) for group in (4, 16)]
+    large.append(TileConfig(128, 256, 32, 8, 5))
     return large if rows_per_expert > 256 else [small[0], *large]
 
 
