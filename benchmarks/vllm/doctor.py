@@ -111,7 +111,7 @@ def make_engine(model: Any, args: argparse.Namespace) -> Engine:
     from accelerate import Accelerator
 
     _rendezvous(Accelerator(cpu=args.device == "cpu"))
-    memory = {"kv_cache_memory_bytes": 1 << 30} if args.device == "cuda" else {}
+    memory = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1} if args.device == "cuda" else {}
     with tempfile.TemporaryDirectory() as folder:
         _write_skeleton(folder, model, small_tokenizer())
         llm = make_llm(

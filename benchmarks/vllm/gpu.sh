@@ -23,15 +23,16 @@ part() { # NAME SECONDS COMMAND...
 rm -f "$out/go" && mkfifo "$out/go" && exec 3<>"$out/go"
 part wide 400 $h200 --width 20b --rollouts 64 --turns --hold --timeout 210 --cases plain:30 replay:30 --out "$out/h200_wide.csv" <"$out/go" &
 wide=$!
-part mxfp4 150 python benchmarks/hub/mxfp4_vllm.py --device cuda --out "$out/mxfp4_vllm.csv" &
+part mxfp4 180 python benchmarks/hub/mxfp4_vllm.py --device cuda --out "$out/mxfp4_vllm.csv" &
 mxfp4=$!
-part doctor 150 python benchmarks/vllm/doctor.py --out "$out/doctor.csv" &
+part doctor 180 python benchmarks/vllm/doctor.py --out "$out/doctor.csv" &
 wait $mxfp4 $!
 echo go >&3 # alone from here on
 wait $wide
 part tiny 170 $h200 --width tiny --turns --timeout 160 --cases plain:30 replay:30 --out "$out/h200_tiny.csv" &
 part sleep 120 $h200 --width 20b --rollouts 64 --cases sleep:5 --out "$out/h200_sleep.csv" &
 part lora 120 $h200 --width 20b --rollouts 64 --cases lora:5 --out "$out/h200_lora.csv" &
+part cached 150 $h200 --width tiny --cases cached:10 --out "$out/h200_cached.csv" &
 part graphs 150 $h200 --width tiny --cases graphs:6 --out "$out/h200_graphs.csv" &
 wait
 part one_forward 120 python benchmarks/correction/one_forward.py --layers 24 --steps 4 --out "$out/one_forward.csv"
