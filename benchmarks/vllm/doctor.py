@@ -5,6 +5,7 @@
 
 The engine gets its weights by the same sync as in training; a fault of the engine is a sync with a wrong tensor, one of the
 trainer a wrong model. One row for each: what the doctor named, and how many nats the sides were apart before and after.
+A window that is one token short is not among them: in a random model it changes log-probs by less than bf16 does.
 """
 
 import argparse
@@ -55,14 +56,6 @@ def changed(weights: dict[str, torch.Tensor], ending: str, value: Any) -> dict[s
     return {name: value(p) if name.endswith(ending) else p for name, p in weights.items()}
 
 
-def wrong_window(model: Any) -> None:
-    """One token less than the engine's."""
-    model.config.sliding_window -= 1
-    for layer in model.model.layers:
-        if layer.self_attn.sliding_window:
-            layer.self_attn.sliding_window -= 1
-
-
 def wrong_rope(model: Any) -> None:
     """The base of another model."""
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 10000.0}
@@ -92,7 +85,6 @@ def cases(weights: dict[str, torch.Tensor]) -> dict[str, tuple[str, Any, Any]]:
         "sinks not synced": ("sinks", weights, values(".sinks", lambda p: p + 1.0)),
         "no router bias in the engine": ("router bias", no_bias, None),
         "router bias not synced": ("router bias", weights, values("router.bias", lambda p: p.flip(0))),
-        "window one short in the trainer": ("window", weights, wrong_window),
         "rope base of another model in the trainer": ("rope", weights, wrong_rope),
     }
 
