@@ -14,7 +14,8 @@ One row for each case, step and metric, written as the step ends:
     noprobe  vllm_probe_every=0: what the probe costs is the difference in step_time
     sleep    vllm_enable_sleep_mode=True
     lora     LoRA on attention and experts, merged on the fly
-    graphs   compiled and with CUDA graphs, vLLM's default; the other cases run eagerly, as nothing is gained in so few steps
+    graphs   compiled and with CUDA graphs, vLLM's default; the other cases run eagerly, which starts sooner and is bound by the
+             host, unless --compiled is given (which rows do not say: use another file)
 
 Cases run in processes of their own, one after another; all of them import at once, before the first one starts. With
 `--turns` their engines start together, and then they take one optimizer step each, in turn, while the others wait: there and
@@ -68,6 +69,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rollouts", type=int, default=32, help="of one step, in groups of 4")
     parser.add_argument("--cases", nargs="+", metavar="CASE[:STEPS]", default=list(CASES), help=", ".join(CASES))
     parser.add_argument("--tolerance", type=float, help="vllm_probe_tolerance")
+    parser.add_argument("--compiled", action="store_true", help="compilation and CUDA graphs in all cases")
     parser.add_argument("--turns", action="store_true", help="the cases take turns, step by step")
     parser.add_argument(
         "--hold",
@@ -151,7 +153,7 @@ class FirstTurnCalls:
         return Observation(ids=[40, 41, 42], messages=[])
 
 
-def settings(case: str, device: str) -> dict[str, Any]:
+def settings(case: str, device: str, compiled: bool) -> dict[str, Any]:
     """What a case changes in the configuration."""
     changed: dict[str, Any] = {
         "replay": {"router_replay": "rollout"},
@@ -159,7 +161,7 @@ def settings(case: str, device: str) -> dict[str, Any]:
         "sleep": {"vllm_enable_sleep_mode": True},
         "noprobe": {"vllm_probe_every": 0},
     }.get(case, {})
-    engine: dict[str, Any] = {"enforce_eager": case != "graphs"}
+    engine: dict[str, Any] = {"enforce_eager": not (compiled or case == "graphs")}
     if case == "cached":
         engine["enable_prefix_caching"] = True
     if device == "cuda":  # vLLM's own measurement is disturbed by other processes on the GPU
@@ -220,7 +222,7 @@ def build(args: argparse.Namespace, folder: str) -> Any:
             logging_steps=1,
             disable_tqdm=True,
             log_trajectories=0,
-            **settings(args.case, args.device),
+            **settings(args.case, args.device, args.compiled),
         ),
         Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i} + {i + 1}"}]} for i in range(64)]),
         processing_class=tokenizer,
