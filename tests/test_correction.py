@@ -115,7 +115,7 @@ def run(trainer, sampling, mask, **options):
 
 @pytest.mark.parametrize("limits", [(None, None), (None, 1.25), (0.8, None), (0.8, 1.25)])
 @pytest.mark.parametrize(
-    "extra", [{}, {"veto": 0.55}, {"clamp": 0.2, "veto": 0.55}, {"token_cap": 1.1, "clamp": 0.15}], ids=str
+    "extra", [{}, {"veto": 0.55}, {"clamp": 0.25, "veto": 0.55}, {"token_cap": 1.1, "clamp": 0.23}], ids=str
 )
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("level", LEVELS)
@@ -407,6 +407,15 @@ def test_warning_names_the_choice():
     )
 
 
+@pytest.mark.parametrize("level", ["sequence", "turn"])
+def test_a_sum_of_tokens_may_pass_the_clamp(level):
+    """So an interval of it may, too: 30 tokens of 1 are e^30."""
+    log_ratio = torch.ones(1, 30)
+    for high, kept in ((math.exp(29), False), (math.exp(31), True)):
+        result = rollout_correction(log_ratio, log_ratio * 0, log_ratio, level=level, mode="mask", high=high)
+        assert bool(result.keep.all()) == kept and bool(result.keep.any()) == kept
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -419,8 +428,8 @@ def test_warning_names_the_choice():
         ({"low": 1.5}, "low=1.5 leaves out 1"),
         ({"low": 1.5, "mode": "truncate"}, "low=1.5 leaves out 1"),
         ({"low": 0.5, "high": 0.9}, "high=0.9 leaves out 1"),
-        ({"low": 1e-9}, r"low=1e-09 lies beyond clamp=20: .* a ratio of 2.1e-09"),
-        ({"high": 1e9, "level": "sequence"}, r"high=1000000000.0 lies beyond clamp=20: .* a ratio of 4.9e\+08"),
+        ({"low": 1e-9}, r"low=1e-09 lies beyond clamp=20, which holds these ratios at 2.1e-09"),
+        ({"high": 1e9, "level": "turn", "mode": "truncate"}, r"high=1000000000.0 lies beyond clamp=20, .* 4.9e\+08"),
         ({"high": 2.0, "clamp": 0.5}, "high=2.0 lies beyond clamp=0.5"),
         ({"token_cap": 1e9}, "token_cap=1000000000.0 lies beyond"),
         ({"veto": 1.5}, "veto=1.5"),

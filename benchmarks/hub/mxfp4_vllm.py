@@ -78,6 +78,7 @@ def engine(directory: Path, device: str) -> torch.Tensor:
         enforce_eager=True,
         max_model_len=512,
         enable_prefix_caching=False,
+        logprobs_mode="processed_logprobs",  # vLLM 0.26 looks for flashinfer with the default
         **memory,
     )
     sampling = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)

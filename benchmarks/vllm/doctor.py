@@ -5,6 +5,7 @@
 
 The engine gets its weights by the same sync as in training; a fault of the engine is a sync with a wrong tensor, one of the
 trainer a wrong model. One row for each: what the doctor named, and how many nats the sides were apart before and after.
+A window that is one token short is not among them: in a random model it changes log-probs by less than bf16 does.
 """
 
 import argparse
@@ -27,8 +28,6 @@ from trl_gptoss.rollouts import SamplingOptions
 from trl_gptoss.rollouts.vllm.colocate import ColocateEngine, make_llm
 from trl_gptoss.tiny.vocabulary import small_tokenizer
 from trl_gptoss.trainers.vllm_setup import _rendezvous, _write_skeleton
-
-EXPERTS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 
 
 class Engine:
@@ -57,51 +56,35 @@ def changed(weights: dict[str, torch.Tensor], ending: str, value: Any) -> dict[s
     return {name: value(p) if name.endswith(ending) else p for name, p in weights.items()}
 
 
-def swapped(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Experts 1 and 3 of layer 1 in each other's place."""
-    order = list(range(weights["model.layers.1.mlp.experts.down_proj"].shape[0]))
-    order[1], order[3] = 3, 1
-    for name in EXPERTS:
-        weights = changed(weights, f"layers.1.mlp.experts.{name}", lambda p: p[order])
-    return weights
-
-
-def wrong_window(model: Any) -> None:
-    """One token less than the engine's."""
-    model.config.sliding_window -= 1
-    for layer in model.model.layers:
-        if layer.self_attn.sliding_window:
-            layer.self_attn.sliding_window -= 1
-
-
 def wrong_rope(model: Any) -> None:
     """The base of another model."""
-    config = copy.deepcopy(model.config)
-    config.rope_parameters = {**config.rope_parameters, "rope_theta": 10000.0}
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(model.device)
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 10000.0}
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(model.device)
 
 
-@torch.no_grad()
-def zero_sinks(model: Any) -> None:
-    """As a trainer that lost them."""
-    for name, parameter in model.named_parameters():
-        if name.endswith(".sinks"):
-            parameter.zero_()
+def values(ending: str, value: Any) -> Any:
+    """Other values where a name ends so."""
+
+    @torch.no_grad()
+    def change(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if name.endswith(ending):
+                parameter.copy_(value(parameter))
+
+    return change
 
 
 def cases(weights: dict[str, torch.Tensor]) -> dict[str, tuple[str, Any, Any]]:
     """Expected culprit, weights of the engine, change of the trainer."""
+    no_sinks = changed(weights, ".sinks", torch.zeros_like)
+    no_bias = changed(weights, "router.bias", torch.zeros_like)
     return {
         "healthy": ("", weights, None),
-        "sinks zero in the trainer": ("sinks", weights, zero_sinks),
-        "sinks not synced": ("sinks", changed(weights, ".sinks", lambda p: p + 0.7), None),
-        "router bias not synced": (
-            "router bias",
-            changed(weights, "router.bias", lambda p: torch.zeros_like(p)),
-            None,
-        ),
-        "two experts swapped in the engine": ("experts", swapped(weights), None),
-        "window one short in the trainer": ("window", weights, wrong_window),
+        "sinks zero in the trainer": ("sinks", weights, values(".sinks", torch.zeros_like)),
+        "sinks zero in the engine": ("sinks", no_sinks, None),
+        "sinks not synced": ("sinks", weights, values(".sinks", lambda p: p + 1.0)),
+        "no router bias in the engine": ("router bias", no_bias, None),
+        "router bias not synced": ("router bias", weights, values("router.bias", lambda p: p.flip(0))),
         "rope base of another model in the trainer": ("rope", weights, wrong_rope),
     }
 
@@ -111,7 +94,7 @@ def make_engine(model: Any, args: argparse.Namespace) -> Engine:
     from accelerate import Accelerator
 
     _rendezvous(Accelerator(cpu=args.device == "cpu"))
-    memory = {"kv_cache_memory_bytes": 1 << 30} if args.device == "cuda" else {}
+    memory = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1} if args.device == "cuda" else {}
     with tempfile.TemporaryDirectory() as folder:
         _write_skeleton(folder, model, small_tokenizer())
         llm = make_llm(
@@ -130,10 +113,12 @@ def main() -> None:
     parser.add_argument("--out", default="-", help="CSV to append to; - for standard output")
     args = parser.parse_args()
     model = policy("tiny", len(small_tokenizer()), args.device).to(getattr(torch, args.dtype)).eval()
-    with torch.no_grad():
+    with torch.no_grad():  # less rounding than the doctor's threshold, which is for trained models
         for name, parameter in model.named_parameters():
             if name.endswith("router.bias"):
-                parameter.normal_(1.0, 1.0)
+                parameter.normal_(0.0, 1.0)
+            elif parameter.dim() > 1 and "mlp" in name:
+                parameter.mul_(0.5)
     reference = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine = make_engine(model, args)
     rows = [

@@ -10,10 +10,12 @@ end by their length alone, so that every step has the same number of tokens. Row
 One row for each case, step and metric, written as the step ends:
     plain    as the trainer does it by default
     replay   router_replay="rollout"
+    cached   the same with vLLM's prefix cache, which the trainer switches off for it
     noprobe  vllm_probe_every=0: what the probe costs is the difference in step_time
     sleep    vllm_enable_sleep_mode=True
     lora     LoRA on attention and experts, merged on the fly
-    graphs   compiled and with CUDA graphs, vLLM's default; the other cases run eagerly, as nothing is gained in so few steps
+    graphs   compiled and with CUDA graphs, vLLM's default; the other cases run eagerly, which starts sooner and is bound by the
+             host, unless --compiled is given (which rows do not say: use another file)
 
 Cases run in processes of their own, one after another; all of them import at once, before the first one starts. With
 `--turns` their engines start together, and then they take one optimizer step each, in turn, while the others wait: there and
@@ -22,7 +24,7 @@ back (1 2 2 1 1 2 ...), so that a machine that is faster at times is so for all 
 Beside what the trainer logs, `bench/`:
     step_seconds     one optimizer step, sampling included, from an idle GPU to an idle GPU; without what only this script does
     rollout_seconds  its first part: sync, probe, sampling with tools, rewards
-    other_experts, kl_k3_without_replay, abs_log_ratio_without_replay (replay)
+    other_experts, kl_k3_without_replay, abs_log_ratio_without_replay (with replay)
                      the fraction of (token, layer) whose experts in the training forward are not those that the engine reports,
                      and the mismatch of the same batch in a forward that replays nothing
     device_gib       all memory in use on the GPU at the end of a step; other processes count, too
@@ -42,7 +44,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-CASES = ("plain", "replay", "noprobe", "sleep", "lora", "graphs")
+CASES = ("plain", "replay", "cached", "noprobe", "sleep", "lora", "graphs")
 LOGGED = ("step_time", "vllm/", "router_replay/", "bench/", "on_policy/max_log_ratio_recomputed") + tuple(
     f"rollout_correction/{name}" for name in ("kl_k3", "abs_log_ratio", "ess_token", "ess_sequence", "ratio_max")
 )
@@ -67,6 +69,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rollouts", type=int, default=32, help="of one step, in groups of 4")
     parser.add_argument("--cases", nargs="+", metavar="CASE[:STEPS]", default=list(CASES), help=", ".join(CASES))
     parser.add_argument("--tolerance", type=float, help="vllm_probe_tolerance")
+    parser.add_argument("--compiled", action="store_true", help="compilation and CUDA graphs in all cases")
     parser.add_argument("--turns", action="store_true", help="the cases take turns, step by step")
     parser.add_argument(
         "--hold",
@@ -150,14 +153,17 @@ class FirstTurnCalls:
         return Observation(ids=[40, 41, 42], messages=[])
 
 
-def settings(case: str, device: str) -> dict[str, Any]:
+def settings(case: str, device: str, compiled: bool) -> dict[str, Any]:
     """What a case changes in the configuration."""
     changed: dict[str, Any] = {
         "replay": {"router_replay": "rollout"},
+        "cached": {"router_replay": "rollout"},
         "sleep": {"vllm_enable_sleep_mode": True},
         "noprobe": {"vllm_probe_every": 0},
     }.get(case, {})
-    engine: dict[str, Any] = {"enforce_eager": case != "graphs"}
+    engine: dict[str, Any] = {"enforce_eager": not (compiled or case == "graphs")}
+    if case == "cached":
+        engine["enable_prefix_caching"] = True
     if device == "cuda":  # vLLM's own measurement is disturbed by other processes on the GPU
         engine["kv_cache_memory_bytes"] = 4 << 30
     return {"vllm_engine_kwargs": engine, **changed}
@@ -201,6 +207,7 @@ def build(args: argparse.Namespace, folder: str) -> Any:
             use_vllm=True,
             vllm_mode="colocate",
             vllm_max_model_length=args.tokens + 512,
+            vllm_gpu_memory_utilization=0.15,  # must be free at the start; the cache's size is given
             vllm_probe_tolerance=args.tolerance,
             per_device_train_batch_size=args.rollouts,
             num_generations=4,
@@ -215,7 +222,7 @@ def build(args: argparse.Namespace, folder: str) -> Any:
             logging_steps=1,
             disable_tqdm=True,
             log_trajectories=0,
-            **settings(args.case, args.device),
+            **settings(args.case, args.device, args.compiled),
         ),
         Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i} + {i + 1}"}]} for i in range(64)]),
         processing_class=tokenizer,
@@ -380,7 +387,7 @@ def run(args: argparse.Namespace) -> None:
         trainer = build(args, folder)
         say(args.case, "engine is up")
         steps = Steps(trainer, args.device, args.tell)
-        if args.case == "replay":
+        if args.case in ("replay", "cached"):
             compare_with_and_without(trainer, steps)
         rows_of_each_step(trainer, args, steps)
         steps.over()

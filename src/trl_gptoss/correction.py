@@ -113,8 +113,8 @@ def rollout_correction(
         token_cap (`float`, *optional*): with `mask` and `icepop`: tokens that pass are weighted by their own ratio, at most
             this, instead of by the ratio of `level`.
         clamp (`float`, *optional*, defaults to `20.0`): limit of |l| per token before it is summed or averaged, and of
-            the exponent of a weight; at most 80. `low`, `high` and `token_cap` lie within e^-clamp and e^clamp. Vetoes and
-            metrics see `l` as it is.
+            the exponent of a weight; at most 80. Limits of what it holds lie within e^-clamp and e^clamp. Vetoes and metrics
+            see `l` as it is.
         channels (`torch.Tensor` of shape `(B, T)`, integer, *optional*): channel id of each token, for metrics per channel.
             Ids without a name (-1) belong to none.
         channel_names (`Sequence[str]`, *optional*): names of the ids 0, 1, ...; the same on every rank.
@@ -433,12 +433,14 @@ def check_options(
             f"{name}={value} leaves out 1, the ratio where trainer and sampler agree: every token that needs no correction "
             "would be rejected or changed. Set low to at most 1 and high to at least 1."
         )
-    for name, value in (("low", low), ("high", high), ("token_cap", token_cap)):
+    ends_at_clamp = mode == "truncate" or level in ("token", "geometric")  # a sum of tokens does not, its weight does
+    limits = {"token_cap": token_cap, **({"low": low, "high": high} if ends_at_clamp else {})}
+    for name, value in limits.items():
         if value is not None and abs(math.log(value)) > clamp:
             raise ValueError(
-                f"{name}={value} lies beyond clamp={clamp:g}: log-ratios of tokens and weights end at +-{clamp:g}, a ratio of "
-                f"{math.exp(math.copysign(clamp, math.log(value))):.2g}, and the limit would never act. Set {name}=None for no "
-                "limit, or a larger clamp."
+                f"{name}={value} lies beyond clamp={clamp:g}, which holds these ratios at "
+                f"{math.exp(math.copysign(clamp, math.log(value))):.2g}: the limit would never act. Set {name}=None for no limit, "
+                "or a larger clamp."
             )
     if token_cap is not None and mode == "truncate":
         raise ValueError("token_cap goes with mode='mask' or 'icepop'; with mode='truncate' the limit is `high`.")

@@ -105,10 +105,11 @@ def _replayed(state: _RouterState, own: torch.Tensor, router: GptOssTopKRouter) 
         )
     replay = replay.to(own.device, torch.long)
     recorded = replay[:, :1] >= 0
-    with torch.no_grad():  # both have their experts once each, so all of one among the other means equal sets
-        same = (replay[:, :, None] == own[:, None, :]).any(dim=2).all(dim=1, keepdim=True)
-        differs = ~same & recorded
-        state.differences.append(torch.stack([differs.sum(), recorded.sum()]))
+    if not state.differences:  # what checkpointing computes again is not counted again
+        with torch.no_grad():  # both have their experts once each, so all of one among the other means equal sets
+            same = (replay[:, :, None] == own[:, None, :]).any(dim=2).all(dim=1, keepdim=True)
+            differs = ~same & recorded
+            state.differences.append(torch.stack([differs.sum(), recorded.sum()]))
     return torch.where(recorded, replay, own)
 
 
@@ -195,7 +196,7 @@ class ReplayRecord:
 
     def differences(self) -> torch.Tensor:
         """`(2,)` int64: choices (of a token in a layer) in which the router alone would have taken other experts, and
-        all replayed choices."""
+        all replayed choices, of the first forward in this context."""
         counts = [count for layer in self._differences for count in layer]
         if not counts:
             return torch.zeros(2, dtype=torch.long)

@@ -76,6 +76,17 @@ def test_damaged_payloads_are_refused(kind):
         check_routing(damage(healthy()), SHAPE, PROMPT, SAMPLED)
 
 
+def test_rows_from_earlier_turns_are_not_looked_at_again():
+    held = at(slice(0, 4), 0)(healthy())
+    assert (check_routing(held, SHAPE, PROMPT, SAMPLED, known=4) == healthy()[4:]).all()
+    with pytest.raises(DamagedRouting, match="prompt position 3, layer 0 are 0"):
+        check_routing(held, SHAPE, PROMPT, SAMPLED, known=3)
+    with pytest.raises(DamagedRouting, match=r"Position 6, layer 1 .* \[8, "):  # counted from the start of the rollout
+        check_routing(at((6, 1, 0), 8)(healthy()), SHAPE, PROMPT, SAMPLED, known=4)
+    with pytest.raises(DamagedRouting, match="7 positions, too few: 8"):
+        check_routing(healthy()[:-1], SHAPE, PROMPT, SAMPLED, known=4)
+
+
 def test_too_many_experts_for_a_byte_are_refused():
     with pytest.raises(ValueError, match="256 experts are too many"):
         RouterShape(layers=1, top_k=1, experts=256)

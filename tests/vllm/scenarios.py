@@ -139,7 +139,7 @@ def streamed(folder):
     }
 
 
-def replayed(folder):
+def replayed(folder, **settings):
     """The trainer's forward takes the experts that the engine reports. vLLM 0.30 (0.31 reports none on CPU), so bfloat16."""
     run = trainer(
         folder,
@@ -148,8 +148,18 @@ def replayed(folder):
         router_replay="rollout",
         vllm_importance_sampling_correction=True,
         max_steps=3,
+        **settings,
     )
     compute_loss, other = run.compute_loss, []
+    llm_engine, cached = run.weight_sync.engine.llm.llm_engine, [0]
+    step = llm_engine.step
+
+    def stepped():
+        outputs = step()
+        cached[0] += sum(output.num_cached_tokens or 0 for output in outputs if output.finished)
+        return outputs
+
+    llm_engine.step = stepped
 
     def counted(model, inputs, *args, **kwargs):
         with capture_routing(run.model) as record:
@@ -164,7 +174,12 @@ def replayed(folder):
     run.train()
     logged = ("router_replay/own_choice_differs", "rollout_correction/kl_k3")
     logs = [{k: v for k, v in entry.items() if k in logged or "probe" in k} for entry in run.state.log_history]
-    return {"steps": run.state.global_step, "other": other, "logs": logs}
+    return {"steps": run.state.global_step, "other": other, "logs": logs, "cached": cached[0]}
+
+
+def replayed_with_prefix_cache(folder):
+    """Rollouts of a group take their common prompt from the cache: its experts have to come from there, too."""
+    return replayed(folder, vllm_engine_kwargs={"enable_prefix_caching": True, "block_size": 32})
 
 
 # ---- planted faults ----

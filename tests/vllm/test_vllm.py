@@ -143,17 +143,20 @@ def test_requests_join_while_others_are_decoded_and_the_mismatch_is_measured(pyt
 
 
 @pytest.mark.timeout(2000)
-def test_the_experts_that_the_engine_chose_are_replayed(python, version, tmp_path):
+@pytest.mark.parametrize("scenario", ["replayed", "replayed_with_prefix_cache"])
+def test_the_experts_that_the_engine_chose_are_replayed(python, version, tmp_path, scenario):
     if not version.startswith("0.30."):
         pytest.skip(
             f"on CPU vLLM 0.30 reports experts, this is {version.strip()}: see TRL_GPTOSS_VLLM_PATH in docs/vllm.md"
         )
-    seen = run(python, tmp_path, "replayed")
+    seen = run(python, tmp_path, scenario)
     assert seen["steps"] == 3 and max(probes(seen["logs"])) <= BFLOAT16
     for other, recorded in seen["other"]:
         assert other == 0 and recorded > 500
     own = [entry["router_replay/own_choice_differs"] for entry in seen["logs"] if "vllm/probe_mean" in entry]
     assert len(own) == 3 and max(own) > 0  # without the replay the trainer would have taken other experts
+    assert max(own) < 0.05  # but for few tokens: what is reported belongs to these tokens, cached prefixes included
+    assert (seen["cached"] > 300) == (scenario == "replayed_with_prefix_cache")
     assert all(entry["rollout_correction/kl_k3"] < 1e-4 for entry in seen["logs"] if "vllm/probe_mean" in entry)
 
 

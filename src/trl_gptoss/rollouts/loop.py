@@ -228,9 +228,8 @@ class _Run:
     def _take_routing(self, episode: Episode, sample: Sample) -> None:
         """Keep the rows of positions that have none yet."""
         prompt = len(episode.context) + (0 if episode.piece is None else len(episode.piece.ids))
-        rows = check_routing(sample.routing, self.router, prompt, len(sample.ids))
         known = sum(len(part) for part in episode.routing)
-        episode.routing.append(rows[known:])
+        episode.routing.append(check_routing(sample.routing, self.router, prompt, len(sample.ids), known))
 
     def answer(self, key: int, results: list[ToolResult]) -> None:
         """Append the results of a turn's calls, and go on with the next turn."""

@@ -38,7 +38,9 @@ class RouterShape:
             raise ValueError(f"Router replay holds expert ids in uint8: {self.experts} experts are too many.")
 
 
-def check_routing(routing: np.ndarray | None, shape: RouterShape, prompt: int, sampled: int) -> np.ndarray:
+def check_routing(
+    routing: np.ndarray | None, shape: RouterShape, prompt: int, sampled: int, known: int = 0
+) -> np.ndarray:
     """Refuse what is damaged, and say how.
 
     Args:
@@ -46,9 +48,11 @@ def check_routing(routing: np.ndarray | None, shape: RouterShape, prompt: int, s
         shape ([`RouterShape`]): of the model that is trained.
         prompt (`int`): P, tokens of the prompt.
         sampled (`int`): n, tokens sampled after it.
+        known (`int`, *optional*, defaults to 0): positions whose rows are there from earlier turns. Theirs are not looked at
+            again, so that a rollout of many turns costs no more than one of a single turn.
 
     Returns:
-        `np.ndarray`: the same in uint8.
+        `np.ndarray`: the rows of the other positions, in uint8.
 
     Raises:
         DamagedRouting: what was found and what to look at.
@@ -59,16 +63,18 @@ def check_routing(routing: np.ndarray | None, shape: RouterShape, prompt: int, s
             "sampling through transformers."
         )
     _check_layout(routing, shape, prompt + sampled - 1)
+    routing = routing[known:]
     if routing.size and (routing.min() < 0 or routing.max() >= shape.experts):
         token, layer, _ = np.argwhere((routing < 0) | (routing >= shape.experts))[0]
         values = routing[token, layer].tolist()
+        position = token + known
         if (routing[token] == NOT_RECORDED).all():
-            raise DamagedRouting(f"The {_part(token, prompt)} position {token} was not recorded. {_ADVICE}")
+            raise DamagedRouting(f"The {_part(position, prompt)} position {position} was not recorded. {_ADVICE}")
         raise DamagedRouting(
-            f"Position {token}, layer {layer} was routed to the experts {values}, but the model has {shape.experts}: the "
+            f"Position {position}, layer {layer} was routed to the experts {values}, but the model has {shape.experts}: the "
             "engine runs another model, or the ids are those of expert-parallel replicas."
         )
-    _check_rows(routing, shape, prompt)
+    _check_rows(routing, shape, prompt, known)
     return routing.astype(np.uint8, copy=False)
 
 
@@ -103,7 +109,7 @@ def _check_layout(routing: np.ndarray, shape: RouterShape, rows: int) -> None:
         )
 
 
-def _check_rows(routing: np.ndarray, shape: RouterShape, prompt: int) -> None:
+def _check_rows(routing: np.ndarray, shape: RouterShape, prompt: int, known: int) -> None:
     if shape.top_k < 2:  # a row of one expert can neither repeat it nor be told from an empty one
         return
     empty = (routing == 0).all(axis=2)
@@ -112,7 +118,7 @@ def _check_rows(routing: np.ndarray, shape: RouterShape, prompt: int) -> None:
     if empty.any():
         token, layer = np.argwhere(empty)[0]
         raise DamagedRouting(
-            f"All expert ids of the {_part(token, prompt)} position {token}, layer {layer} are 0: it was not recorded. "
+            f"All expert ids of the {_part(token + known, prompt)} position {token + known}, layer {layer} are 0: it was not recorded. "
             f"{_ADVICE}"
         )
     ordered = np.sort(routing, axis=2)
@@ -120,6 +126,6 @@ def _check_rows(routing: np.ndarray, shape: RouterShape, prompt: int) -> None:
     if repeated.any():
         token, layer = np.argwhere(repeated)[0]
         raise DamagedRouting(
-            f"Position {token}, layer {layer} has an expert twice: {routing[token, layer].tolist()}. A router chooses "
+            f"Position {token + known}, layer {layer} has an expert twice: {routing[token, layer].tolist()}. A router chooses "
             f"{shape.top_k} different ones; the payload is damaged."
         )
