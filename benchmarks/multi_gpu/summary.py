@@ -136,7 +136,8 @@ def print_steps(rows: list[Row]) -> None:
         "gathers | scatters | hidden by nothing |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
     )
     for (case, kind), step in found.items():
-        reference = found.get(("lora_one" if case.startswith("lora") else "full_one_12", kind))
+        one = {"short": "lora_one", "long": "lora_one_long"}[kind] if case.startswith("lora") else "full_one_12"
+        reference = found.get((one, kind))
         each = step["tokens"] / step["seconds"] / step["gpus"]
         efficiency = ""
         if reference and reference["layers"] == step["layers"]:
