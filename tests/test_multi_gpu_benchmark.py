@@ -111,3 +111,9 @@ def test_jobs_import_while_those_before_them_run_and_one_that_hangs_is_ended(tmp
     assert said.index("b ends") < said.index("c begins") < said.index("c ends")
     assert "hangs begins" in said and "hangs ends" not in said
     assert "hangs: ended after its 2 s" in capfd.readouterr().out
+
+
+def test_what_is_not_timed_goes_together_with_gpus():
+    grouped = load("run_all").grouped
+    assert grouped(["one", "curves", "agreement"], 2) == [["curves", "agreement"], ["one"]]
+    assert grouped(["agreement", "curves"], 0) == [["agreement"], ["curves"]]

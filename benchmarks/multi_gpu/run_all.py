@@ -6,7 +6,7 @@
 
 A phase has jobs that may run beside each other, each a process group of its own with a limit in seconds: one that hangs or
 crashes costs the others nothing. With GPUs, the jobs of the next phase are started at the same time and wait with their imports
-done (`ahead.py`). Lines are written as they come; every few seconds they are put together in FOLDER as `agreement.csv`,
+done (`ahead.py`), and the whole may be started so and wait for the file that MULTI_GPU_GO names. Lines are written as they come; every few seconds they are put together in FOLDER as `agreement.csv`,
 `curves.csv`, `collectives.csv`, `steps.csv` and `colocated.csv`, and at the end `summary.py` prints what they say. `log.txt` has the
 end of the output of all jobs.
 """
@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
-from ahead import VARIABLE
+from ahead import VARIABLE, wait
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE.parents[1] / "configs/accelerate"
@@ -110,12 +110,17 @@ PHASES = {
             needs="deepspeed",
         ),
     ],
-    "one": [steps("lora_one", launcher="python", limit=80), steps("full_one_12", launcher="python", gpu=1, limit=80)],
-    "lora": [steps("lora_ddp_sp", "lora_ddp_dp", "lora_fsdp2_sp", "lora_fsdp2_dp", limit=160)],
-    "full": [steps("full_fsdp2_sp", "full_fsdp2_sp_12", "full_fsdp2_dp_12", limit=120)],
+    "one": [steps("lora_one", launcher="python", limit=70), steps("full_one_12", launcher="python", gpu=1, limit=70)],
+    "lora": [steps("lora_ddp_sp", "lora_ddp_dp", limit=100)],
+    "full": [steps("full_fsdp2_sp", limit=90)],
+    "more": [steps("full_fsdp2_sp_12", "full_fsdp2_dp_12", "lora_fsdp2_sp", "lora_fsdp2_dp", limit=120)],
+    "long": [steps("lora_one_long", launcher="python", limit=80)],
     "colocated": [colocated("full", limit=180)],
     "colocated_tp": [colocated("lora_tp", limit=150)],
 }
+
+
+TOGETHER = ("agreement", "curves")  # nothing is timed: with GPUs they share them
 
 
 def free_port() -> int:
@@ -169,10 +174,11 @@ def environment(job: Job, args: argparse.Namespace, gpus: int) -> dict[str, str]
 class Phase:
     """Jobs that have been started, and import and wait until they are let go."""
 
-    def __init__(self, name: str, work: Path, args: argparse.Namespace, gpus: int) -> None:
-        self.name, self.work, self.go = name, work, work / f"go_{name}"
+    def __init__(self, names: list[str], work: Path, args: argparse.Namespace, gpus: int) -> None:
+        self.name, self.work = " + ".join(names), work
+        self.go = work / f"go_{names[0]}"
         self.running: list[tuple[Job, subprocess.Popen, Path]] = []
-        for job in PHASES[name]:
+        for job in (job for name in names for job in PHASES[name]):
             if reason := impossible(job, args):
                 print(f"# {job.name}: left out, {reason}", flush=True)
                 continue
@@ -213,6 +219,12 @@ class Phase:
     def end(self) -> None:
         for _, process, _ in self.running:
             end(process)
+
+
+def grouped(names: list[str], gpus: int) -> list[list[str]]:
+    """Phases that run at the same time."""
+    together = [name for name in names if gpus and name in TOGETHER]
+    return [group for group in (together, *([name] for name in names if name not in together)) if group]
 
 
 def end(process: subprocess.Popen) -> None:
@@ -264,12 +276,14 @@ def main() -> None:
 
     gpus = torch.cuda.device_count()
     args.out.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         (work / "zero3").mkdir()
-        names, begun = list(args.phase), []
+        names, begun = grouped(args.phase, gpus), []
+        begun.append(Phase(names.pop(0), work, args, gpus))
         try:
+            wait()
+            started = time.monotonic()
             while (names or begun) and time.monotonic() - started < args.budget:
                 while names and len(begun) < (2 if gpus else 1):
                     begun.append(Phase(names.pop(0), work, args, gpus))

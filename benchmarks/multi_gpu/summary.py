@@ -136,7 +136,8 @@ def print_steps(rows: list[Row]) -> None:
         "gathers | scatters | hidden by nothing |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
     )
     for (case, kind), step in found.items():
-        reference = found.get(("lora_one" if case.startswith("lora") else "full_one_12", kind))
+        one = {"short": "lora_one", "long": "lora_one_long"}[kind] if case.startswith("lora") else "full_one_12"
+        reference = found.get((one, kind))
         each = step["tokens"] / step["seconds"] / step["gpus"]
         efficiency = ""
         if reference and reference["layers"] == step["layers"]:
@@ -161,8 +162,6 @@ def print_collectives(rows: list[Row]) -> None:
 
 def colocated(rows: list[Row]) -> list[str]:
     """Prints what a step with an engine on the same GPUs is made of, and returns what fails."""
-    if not rows:
-        return []
     cases: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         cases[row["case"]][row["step"]].append(row)
@@ -209,10 +208,16 @@ def main() -> int:
     folder, *wanted = Path(sys.argv[1]), *sys.argv[2:]
     rows = {name: read(folder, name) for name in ("agreement", "curves", "steps", "collectives", "colocated")}
     failed = [f"no lines of {name}" for name in wanted if not rows[name]]
-    failed += agreement(rows["agreement"]) + curves(rows["curves"])
-    print_steps(rows["steps"])
-    print_collectives(rows["collectives"])
-    failed += colocated(rows["colocated"])
+    checks = {
+        "agreement": agreement,
+        "curves": curves,
+        "steps": print_steps,
+        "collectives": print_collectives,
+        "colocated": colocated,
+    }
+    for name, check in checks.items():
+        if rows[name]:
+            failed += check(rows[name]) or []
     print("\n" + ("\n".join(f"FAILED {line}" for line in failed) or "all checks hold"), flush=True)
     return bool(failed)
 

@@ -64,15 +64,16 @@ class Ranks:
 
 
 CASES = {
-    "lora_one": Ranks(method="lora", sharding="none", shared=False, lengths=("short", "short", "long")),
+    "lora_one": Ranks(method="lora", sharding="none", shared=False, lengths=("short", "short")),
+    "lora_one_long": Ranks(method="lora", sharding="none", shared=False, lengths=("long",)),
     "full_one_12": Ranks(method="full", sharding="none", shared=False, lengths=("short", "short"), layers=12),
-    "lora_ddp_sp": Ranks(
-        method="lora", sharding="none", shared=True, lengths=("short", "short", "short+", "long", "long+")
-    ),
+    "lora_ddp_sp": Ranks(method="lora", sharding="none", shared=True, lengths=("short", "short", "short+", "long+")),
     "lora_ddp_dp": Ranks(method="lora", sharding="none", shared=False, lengths=("short", "short", "short+")),
-    "lora_fsdp2_sp": Ranks(method="lora", sharding="fsdp2", shared=True, lengths=("short", "short", "short+", "long")),
+    "lora_fsdp2_sp": Ranks(method="lora", sharding="fsdp2", shared=True, lengths=("short", "short", "short+")),
     "lora_fsdp2_dp": Ranks(method="lora", sharding="fsdp2", shared=False, lengths=("short", "short", "short+")),
-    "full_fsdp2_sp": Ranks(method="full", sharding="fsdp2", shared=True, lengths=("short", "short", "short+", "long")),
+    "full_fsdp2_sp": Ranks(
+        method="full", sharding="fsdp2", shared=True, lengths=("short", "short", "short+", "long+")
+    ),
     "full_fsdp2_sp_12": Ranks(
         method="full", sharding="fsdp2", shared=True, lengths=("short", "short", "short+"), layers=12
     ),
