@@ -98,10 +98,10 @@ def load_problems(
 
     Args:
         dataset_name (`str`, *optional*, defaults to `"stories"`): source, see the top of this file.
-        Others: as in [`~trl_gptoss.tasks.retool.load_problems`].
+        Others: as for [`~trl_gptoss.tasks.retool.load_problems`].
 
     Returns:
-        `tuple[Dataset, Dataset]`: columns `prompt` (a conversation) and `answer` (`str`).
+        `tuple[Dataset, Dataset]`: columns as at the top of this file.
 
     Raises:
         `ValueError`: a split or column is missing, or there are fewer stories than asked for.

@@ -205,16 +205,11 @@ def load_problems(
 
     Args:
         dataset_name (`str`, *optional*, defaults to `"simple"`): source, see the top of this file.
-        dataset_config (`str`, *optional*): configuration of a Hub data set.
-        train_split (`str`, *optional*, defaults to `"train"`): split to train on, for stored data.
-        test_split (`str`, *optional*, defaults to `"test"`): split to hold out, for stored data; the only one there is
-            if a test data set has just one.
         test_dataset_name (`str`, *optional*): a stored data set to hold out instead, e.g. `allenai/IFBench_test`.
-        test_dataset_config (`str`, *optional*): its configuration.
-        train_size (`int`, *optional*, defaults to 2000): prompts to generate, or the most to take from stored data.
-        held_out_size (`int`, *optional*, defaults to 200): the most prompts to hold out.
-        seed (`int`, *optional*, defaults to 0): of the generator, and of the order of stored prompts.
-        instructions (`str`, *optional*): a system message put before every prompt.
+        Others: as for [`~trl_gptoss.tasks.retool.load_problems`].
+
+    Returns:
+        `tuple[Dataset, Dataset]`: columns as at the top of this file.
 
     Raises:
         `ValueError`: a split or column is missing, kinds are unknown, or there are fewer prompts than asked for.
