@@ -8,6 +8,7 @@ import inspect
 import pytest
 from peft.tuners.lora import ParamWrapper
 from transformers import Trainer
+from transformers.trainer_optimizer import _BITSANDBYTES_OPTIMIZERS
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import RepeatSampler
@@ -120,6 +121,14 @@ def test_trl_makes_and_uses_its_vllm_engine_where_ours_takes_its_place():
     turn = inspect.getsource(GRPOTrainer._generate_single_turn)
     assert "_, completion_ids, logprobs, _ = self.vllm_generation.generate(" in turn
     assert "self._last_loaded_step = self.state.global_step" in turn
+
+
+def test_the_optimizers_of_bitsandbytes_that_transformers_lists():
+    """With FSDP2 `check_optimizer` refuses these and no others."""
+    named = [f"{name}{bits}" for name in ("adamw", "ademamix", "lion") for bits in ("_32bit", "_8bit")]
+    others = ["adamw_bnb_8bit", "adamw_8bit", "ademamix", "ademamix_8bit", "lion_32bit", "lion_8bit"]
+    others += ["rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"]
+    assert {optim.value for optim in _BITSANDBYTES_OPTIMIZERS} == {*others, *(f"paged_{name}" for name in named)}
 
 
 def test_peft_keeps_which_way_round_expert_parameters_are():

@@ -1,5 +1,6 @@
 """`GptOssGRPOConfig`: TRL's `GRPOConfig` and the settings of the tool loop and of the on-policy ratio."""
 
+import math
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Literal
@@ -226,10 +227,12 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, VllmRolloutConfig,
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}.")
-        if not self.tool_timeout > 0:  # refuses NaN, too
-            raise ValueError(f"tool_timeout is {self.tool_timeout} seconds, it must be positive.")
-        if self.max_rollout_seconds is not None and not self.max_rollout_seconds > 0:
-            raise ValueError(f"max_rollout_seconds is {self.max_rollout_seconds}, it must be positive or None.")
+        if not 0 < self.tool_timeout < math.inf:  # refuses NaN, too
+            raise ValueError(f"tool_timeout is {self.tool_timeout} seconds, it must be positive and finite.")
+        if self.max_rollout_seconds is not None and not 0 < self.max_rollout_seconds < math.inf:
+            raise ValueError(
+                f"max_rollout_seconds is {self.max_rollout_seconds}, it must be positive and finite, or None for no limit."
+            )
         if self.prompt_date is not None:
             try:
                 written = date.fromisoformat(self.prompt_date).isoformat()

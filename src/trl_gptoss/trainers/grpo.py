@@ -434,6 +434,11 @@ class GptOssGRPOTrainer(
 
     def _check_columns(self, row: dict[str, Any]) -> None:
         """Reward functions get the columns as keyword arguments, beside those of the rollouts."""
+        if "prompt" not in row:
+            raise ValueError(
+                f"The data set has the columns {sorted(row)}, and none of them is `prompt`. Rename the column that holds the "
+                "prompts, each a list of messages ([{'role': 'user', 'content': ...}])."
+            )
         taken = {"prompts", "completions"} | ({"trajectories"} if self._engine is not None else set())
         clash = sorted(taken.intersection(row))
         if clash:
