@@ -33,6 +33,8 @@ def test_budgets_have_two_names_and_one_value():
         ({"max_turns": 0}, "max_turns is 0"),
         ({"max_rollout_tokens": 0}, "max_rollout_tokens is 0"),
         ({"tool_timeout": 0.0}, "tool_timeout"),
+        ({"temperature": 0.0}, "temperature is 0.0, it must be positive.*top_k=1"),
+        ({"beta": -0.1}, "beta is -0.1"),
         ({"tool_timeout": float("inf")}, "tool_timeout is inf seconds, it must be positive and finite"),
         ({"max_rollout_seconds": float("inf")}, "positive and finite, or None for no limit"),
         ({"max_rollout_seconds": 0.0}, "max_rollout_seconds is 0.0"),

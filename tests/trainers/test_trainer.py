@@ -649,6 +649,9 @@ def test_settings_that_cannot_work_are_refused(tmp_path):
         build(tmp_path, use_transformers_continuous_batching=True)
     with pytest.raises(ValueError, match="generation_kwargs sets eos_token_id=3"):
         build(tmp_path, generation_kwargs={"eos_token_id": 3})
+    for name in ("temperature", "max_new_tokens", "num_beams"):
+        with pytest.raises(ValueError, match=f"generation_kwargs sets \\['{name}'\\].*Remove"):
+            build(tmp_path, generation_kwargs={name: 2})
     with pytest.raises(ValueError, match="has only 200 rows"):
         build(tmp_path, model=tiny_model(vocab_size=200, pad_token_id=0))
     with pytest.raises(ValueError, match="lists of messages"):

@@ -227,6 +227,13 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, VllmRolloutConfig,
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}.")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(
+                f"temperature is {self.temperature}, it must be positive and finite: the loss takes the log-probs of logits "
+                "divided by it. To sample the most likely tokens set top_k=1."
+            )
+        if not 0 <= self.beta < math.inf:
+            raise ValueError(f"beta is {self.beta}, it must be at least 0, which is no KL term.")
         if not 0 < self.tool_timeout < math.inf:  # refuses NaN, too
             raise ValueError(f"tool_timeout is {self.tool_timeout} seconds, it must be positive and finite.")
         if self.max_rollout_seconds is not None and not 0 < self.max_rollout_seconds < math.inf:
