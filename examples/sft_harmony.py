@@ -84,6 +84,10 @@ def main(script_args: SftArguments, args: SFTConfig, model_args: ModelArguments)
     else:
         data = load(script_args.dataset_name, script_args.dataset_config)
         split = split_of(data, script_args.dataset_name, script_args.dataset_train_split, "--dataset_train_split")
+        if "messages" not in split.column_names:
+            raise ValueError(
+                f"{script_args.dataset_name} has the columns {split.column_names}; rename that of the conversations to messages"
+            )
         conversations = split["messages"][: script_args.train_size]
     tools = ["python"] if script_args.python_tool else []
     train = samples(conversations, tokenizer, tools, script_args.reasoning_effort, args.max_length)
