@@ -79,6 +79,11 @@ def test_duplicates_of_a_sampler_are_counted_once():
     assert summary({(0, 0): 1.0, (0, 1): 0.0, (1, 0): 1.0, (1, 1): 1.0}, 2, 2)["accuracy"] == 0.75
 
 
+def test_problems_with_too_few_verdicts_have_no_pass_at_k():
+    row = summary({(0, 0): 1.0, (1, 3): 0.0, (1, 2): 1.0}, 2, 4)
+    assert (row["pass@2"], row["unscored"], row["accuracy"]) == (1.0, 5, 0.75) and "pass@4" not in row
+
+
 @pytest.mark.parametrize("temperature", [0.7, 0])
 def test_the_command(tmp_path, capsys, monkeypatch, temperature):
     """On a model of 40 thousand parameters that knows nothing: the JSON, the line, and the file of problems."""

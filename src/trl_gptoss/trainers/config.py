@@ -14,6 +14,11 @@ from .saving_config import SavingConfig, check_saving_config
 from .schedule import check_on_policy_schedule
 from .vllm_config import VllmRolloutConfig
 
+_INTEGERS = (
+    *("on_policy_check_steps", "max_turns", "max_rollout_tokens", "tool_output_limit", "max_concurrent_tools"),
+    *("log_trajectories", "log_completions_steps", "experts_token_chunk", "max_tokens_per_micro_batch", "oom_retries"),
+    *("sequence_parallel_size", "max_completion_length", "max_tool_calling_iterations"),
+)
 _TRL_MAX_COMPLETION_LENGTH = GRPOConfig.__dataclass_fields__["max_completion_length"].default
 
 
@@ -216,6 +221,7 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, VllmRolloutConfig,
     )
 
     def __post_init__(self) -> None:
+        self._read_yaml_values()
         self._unify_budgets()
         super().__post_init__()
         for name, least in (
@@ -243,7 +249,7 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, VllmRolloutConfig,
         if self.prompt_date is not None:
             try:
                 written = date.fromisoformat(self.prompt_date).isoformat()
-            except ValueError:
+            except (TypeError, ValueError):
                 written = None
             if written != self.prompt_date:  # Python also reads 20260203 and 2026-W06-2
                 raise ValueError(f"prompt_date is {self.prompt_date!r}, expected a date as YYYY-MM-DD.")
@@ -277,6 +283,18 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, VllmRolloutConfig,
         check_saving_config(self)
         if self.on_policy == "force":
             check_on_policy_schedule(self.gradient_accumulation_steps, self.steps_per_generation, self.num_iterations)
+
+    def _read_yaml_values(self) -> None:
+        """A recipe's bare `off` is False for YAML, a date is a date, and nothing keeps a fraction from being an integer."""
+        for name in ("on_policy", "router_replay", "rollout_correction_level"):
+            if getattr(self, name) is False:
+                setattr(self, name, "off")
+        if isinstance(self.prompt_date, date):
+            self.prompt_date = self.prompt_date.isoformat()
+        for name in _INTEGERS:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, int):
+                raise ValueError(f"{name} is {value!r}, it must be a whole number.")
 
     def _check_padding_free(self) -> None:
         if self.sequence_parallel_size < 1:
