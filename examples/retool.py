@@ -76,7 +76,7 @@ def parse(command_line: list[str]) -> tuple[RetoolArguments, GptOssGRPOConfig, M
     first.add_argument("--config")
     first.add_argument("--algorithm", choices=sorted(ALGORITHMS))
     known, _ = first.parse_known_args(command_line)
-    recipe = yaml.safe_load(Path(known.config).read_text()) if known.config else {}
+    recipe = (yaml.safe_load(Path(known.config).read_text()) or {}) if known.config else {}
     algorithm = known.algorithm or recipe.get("algorithm", "grpo")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm is {algorithm!r} in {known.config}, expected one of {sorted(ALGORITHMS)}.")

@@ -59,17 +59,17 @@ def samples(
     tokenizer: PreTrainedTokenizerBase,
     tools: list[str],
     effort: str,
-    longest: int,
+    longest: int | None,
 ) -> Dataset:
     """Columns `input_ids` and `labels`; samples longer than `longest` are left out rather than cut."""
     rows = []
     for messages in conversations:
         for prompt, completion, mask in training_samples(messages, tokenizer, tools, effort):
             labels = [-100] * len(prompt) + [i if m else -100 for i, m in zip(completion, mask)]
-            if len(labels) <= longest:
+            if longest is None or len(labels) <= longest:
                 rows.append({"input_ids": prompt + completion, "labels": labels})
     if not rows:
-        raise ValueError(f"no conversation gives a sample of at most max_length = {longest} tokens")
+        raise ValueError(f"no conversation gives a sample of at most {longest} tokens: raise max_length")
     return Dataset.from_list(rows)
 
 
@@ -84,6 +84,10 @@ def main(script_args: SftArguments, args: SFTConfig, model_args: ModelArguments)
     else:
         data = load(script_args.dataset_name, script_args.dataset_config)
         split = split_of(data, script_args.dataset_name, script_args.dataset_train_split, "--dataset_train_split")
+        if "messages" not in split.column_names:
+            raise ValueError(
+                f"{script_args.dataset_name} has the columns {split.column_names}; rename that of the conversations to messages"
+            )
         conversations = split["messages"][: script_args.train_size]
     tools = ["python"] if script_args.python_tool else []
     train = samples(conversations, tokenizer, tools, script_args.reasoning_effort, args.max_length)

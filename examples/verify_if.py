@@ -11,7 +11,8 @@ Without --model_name_or_path it makes a tiny GPT-OSS, without --dataset_name it 
     ... examples/verify_if.py --config configs/recipes/gptoss_20b_1gpu_verify_if.yaml
 
 Before and after training the policy is measured on held-out prompts, counting the answers that follow all constraints;
---test_dataset_name allenai/IFBench_test measures on constraints that do not occur in training. At the end OUTPUT_DIR holds the model, evaluation.json and report.html.
+--test_dataset_name allenai/IFBench_test measures on constraints that do not occur in training. At the end OUTPUT_DIR holds
+the model, evaluation.json and report.html.
 """
 
 from dataclasses import dataclass, field

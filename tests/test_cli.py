@@ -66,6 +66,15 @@ def test_what_the_system_or_the_hub_refuses_is_one_line_and_status_1(tmp_path, c
     assert capsys.readouterr().err.startswith("trl-gptoss report: [Errno 20] Not a directory")
 
 
+@pytest.mark.parametrize("command", [["export", "{}", "out"], ["eval", "retool", "{}"], ["doctor", "{}"]])
+@pytest.mark.parametrize("place", ["/nowhere", "./nothing", "a/b/c"])
+def test_a_folder_that_does_not_exist_is_said_to_be_one(command, place, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([part.format(place) for part in command]) == 1
+    error = capsys.readouterr().err
+    assert "there is no such folder" in error and f"'{place}'" in error and "Traceback" not in error
+
+
 def test_a_wrong_tiny_model_is_one_line_and_status_1(tmp_path, capsys):
     assert main(["tiny-model", str(tmp_path / "out"), "--tokenizer", "gpt-oss", "--cache-dir", str(tmp_path)]) == 1
     assert "--tokenizer-path" in capsys.readouterr().err

@@ -70,8 +70,17 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return importlib.import_module(COMMANDS[args.command].module).run(args)
     except (OSError, ModuleNotFoundError, ValueError) as e:  # a missing file, a model name or a Hub that is not there
-        print(f"trl-gptoss {args.command}: {e}", file=sys.stderr)
+        print(f"trl-gptoss {args.command}: {_explained(e)}", file=sys.stderr)
         return 1
+
+
+def _explained(error: Exception) -> str:
+    from huggingface_hub.errors import HFValidationError
+
+    # transformers takes a folder that is not there for an id on the Hub
+    if isinstance(error, HFValidationError) or isinstance(error.__cause__, HFValidationError):
+        return f"there is no such folder, and it cannot be an id on the Hub either. {error}"
+    return str(error)
 
 
 if __name__ == "__main__":

@@ -56,8 +56,12 @@ class TaskArguments:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}.")
 
     def load(self, task: Task, seed: int) -> tuple[Dataset, Dataset]:
-        """Training and held-out problems of `task`, see its `load_problems`."""
-        return task.load_problems(
+        """Training and held-out problems of `task`, see its `load_problems`.
+
+        Raises:
+            `ValueError`: nothing is left to train on.
+        """
+        train, held_out = task.load_problems(
             self.dataset_name,
             dataset_config=self.dataset_config,
             train_split=self.dataset_train_split,
@@ -69,6 +73,12 @@ class TaskArguments:
             seed=seed,
             instructions=self.instructions,
         )
+        if not len(train):
+            raise ValueError(
+                f"{self.dataset_name} leaves nothing to train on: its {self.dataset_train_split!r} split is empty, or all of it "
+                f"is among the {len(held_out)} problems that are held out. Choose another data set to train on or to hold out."
+            )
+        return train, held_out
 
 
 @dataclass

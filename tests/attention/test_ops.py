@@ -349,7 +349,7 @@ def test_bad_tensors():
     cu = dict(cu_seqlens_q=torch.tensor([0, 20]))
     with pytest.raises(ValueError, match="divides"):
         sink_attention(q[:, :3], k, v, s[:3], **cu)
-    with pytest.raises(ValueError, match="one dtype"):
+    with pytest.raises(ValueError, match="one floating dtype"):
         sink_attention(q, k.float(), v, s, **cu)
     with pytest.raises(ValueError, match="one per query"):
         sink_attention(q, k, v, s[:2], **cu)

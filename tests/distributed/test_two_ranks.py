@@ -38,6 +38,7 @@ def test_unequal_rollouts_do_not_hang_and_every_rank_keeps_its_own(seen, backend
 
 def test_vllm_server_mode_gives_every_rank_its_own_completions(seen):
     ranks = seen["vllm"]
+    assert all(result["seen"] for result in ranks)
     assert all(ours for result in ranks for ours, _, _ in result["seen"])
     # The control: TRL's client alone mixes the ranks up as soon as rank 1 has another number of prompts than rank 0.
     for (_, control_0, safe), (_, control_1, _) in zip(*(result["seen"] for result in ranks)):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from cpu_settings import ON_CPU
 from datasets import Dataset
 from scripted_backend import HarmonyWriter, ScriptedBackend
 from stub_vllm import StubPolicy, StubServer
@@ -57,18 +58,12 @@ def crash(x: str) -> str:
 def trainer(output_dir, reward, **settings):
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": f"say {i}"}], "number": i} for i in range(32)])
     settings = {
+        **ON_CPU,
         "per_device_train_batch_size": 4,
         "num_generations": 4,
         "max_steps": 3,
         "max_rollout_tokens": 2000,
         "learning_rate": 1e-2,
-        "bf16": False,
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
         **settings,
     }
     args = GptOssGRPOConfig(str(output_dir), **settings)

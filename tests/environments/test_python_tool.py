@@ -234,6 +234,7 @@ def test_works_after_a_fork(executor):
 def test_limits_are_checked():
     for options, name in (
         ({"tool_timeout": 0}, "tool_timeout"),
+        ({"tool_timeout": float("inf")}, "tool_timeout"),
         ({"tool_output_limit": 0}, "tool_output_limit"),
         ({"executor": "docker"}, "Known: bubblewrap, unsafe_subprocess"),
         ({"memory_limit_mb": 1}, "memory_limit_mb"),

@@ -10,6 +10,7 @@ from datasets import Dataset
 from trl_gptoss.cli import main
 from trl_gptoss.evaluation.command import card_line
 from trl_gptoss.evaluation.outcomes import Outcomes, repeated, summary
+from trl_gptoss.tasks import retool
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -78,8 +79,22 @@ def test_duplicates_of_a_sampler_are_counted_once():
     assert summary({(0, 0): 1.0, (0, 1): 0.0, (1, 0): 1.0, (1, 1): 1.0}, 2, 2)["accuracy"] == 0.75
 
 
-def test_the_command(tmp_path, capsys):
+def test_problems_with_too_few_verdicts_have_no_pass_at_k():
+    row = summary({(0, 0): 1.0, (1, 3): 0.0, (1, 2): 1.0}, 2, 4)
+    assert (row["pass@2"], row["unscored"], row["accuracy"]) == (1.0, 5, 0.75) and "pass@4" not in row
+
+
+@pytest.mark.parametrize("temperature", [0.7, 0])
+def test_the_command(tmp_path, capsys, monkeypatch, temperature):
     """On a model of 40 thousand parameters that knows nothing: the JSON, the line, and the file of problems."""
+    answers = {}
+
+    def wrong(completion_ids, prompts, **_):
+        for prompt, ids in zip(prompts, completion_ids):
+            answers.setdefault(str(prompt), []).append(ids)
+        return [0.0] * len(prompts)
+
+    monkeypatch.setattr(retool, "REWARDS", [wrong])
     model = tmp_path / "model"
     tiny_model().save_pretrained(model)
     byte_tokenizer().save_pretrained(model)
@@ -88,12 +103,14 @@ def test_the_command(tmp_path, capsys):
     out = tmp_path / "result.json"
     arguments = [
         "eval", "retool", str(model), "--dataset", str(data), "--answers", "2", "--batch-size", "4",
-        "--max-rollout-tokens", "6", "--out", str(out), "--temperature", "0.7",
+        "--max-rollout-tokens", "6", "--out", str(out), "--temperature", str(temperature),
     ]  # fmt: skip
     assert main(arguments) == 0
     result = json.loads(out.read_text())
     assert (result["problems"], result["answers"], result["accuracy"]) == (3, 2, 0.0)
-    assert result["low"] == 0.0 < result["high"] < 1.0 and result["temperature"] == 0.7
+    assert result["low"] == 0.0 < result["high"] < 1.0 and result["temperature"] == temperature
+    assert [len(ids) for ids in answers.values()] == [2, 2, 2]
+    assert all(one == other for one, other in answers.values()) == (temperature == 0)
     line = capsys.readouterr().out.strip().splitlines()[-1]
     assert line == card_line(result) and "avg@2 = 0.0 %" in line and "3 problems" in line
 

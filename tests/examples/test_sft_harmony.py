@@ -33,7 +33,9 @@ def test_labels_are_what_a_policy_samples():
         )
         assert f"<|message|>{user}<|end|>" in masked and f"<|message|>{result}<|end|>" in masked
         assert all(label in (-100, i) for i, label in zip(row["input_ids"], row["labels"]))
-    with pytest.raises(ValueError, match="max_length = 10"):
+    whole = module.samples(module.made_conversations(20, seed=0), tokenizer, ["python"], "medium", longest=None)
+    assert whole["labels"] == rows["labels"]
+    with pytest.raises(ValueError, match="at most 10 tokens: raise max_length"):
         module.samples(module.made_conversations(2, seed=0), tokenizer, ["python"], "medium", longest=10)
 
 

@@ -71,11 +71,19 @@ def test_writing_systems_and_emoji_stay(small_tokenizer) -> None:
     assert text.strip() in format_conversation([{"role": "user", "content": text}], small_tokenizer).plain
 
 
-def test_malformed_turns(small_tokenizer) -> None:
-    for generation in ["", "blah", "<|start|><|start|>", "<|channel|>x<|end|><|start|>asistant<|message|>y<|end|>"]:
-        ids = small_tokenizer.encode(generation)
-        format_conversation(ids, small_tokenizer)
-        format_conversation(parse(ids, small_tokenizer).as_messages(), small_tokenizer)
+@pytest.mark.parametrize(
+    ("generation", "said"),
+    [
+        ("", ""),
+        ("blah", "blah"),
+        ("<|start|><|start|>", ""),
+        ("<|channel|>x<|end|><|start|>asistant<|message|>y<|end|>", "y"),
+    ],
+)
+def test_malformed_turns(generation: str, said: str, small_tokenizer) -> None:
+    ids = small_tokenizer.encode(generation)
+    for conversation in (ids, parse(ids, small_tokenizer).as_messages()):
+        assert said in format_conversation(conversation, small_tokenizer).plain
 
 
 def test_colours(small_tokenizer) -> None:

@@ -2,7 +2,9 @@ from typing import Literal
 
 import pytest
 
-from trl_gptoss.harmony import ToolSpec, parse, render_prompt, tool_name, tool_spec
+from trl_gptoss.harmony import HarmonyVocabulary, ToolSpec, parse, render_prompt, tool_name, tool_spec
+from trl_gptoss.harmony.conversation import HarmonyMessage
+from trl_gptoss.harmony.render import generation_prompt, render_message
 
 
 def weather(city: str, unit: Literal["c", "f"] = "c", days: int | None = None) -> str:
@@ -86,12 +88,34 @@ def test_an_honest_python_tool(small_tokenizer) -> None:
         ({"function": "x"}, ValueError, "needs a name"),
         ({"name": "f", "description": 3}, ValueError, "Tool 'f' needs a description"),
         ({"name": "f", "parameters": "{}"}, ValueError, "Tool 'f' needs a description .* and parameters"),
+        ({"name": "get weather"}, ValueError, "cannot be called 'get weather'.*Rename it"),
+        ({"name": ""}, ValueError, "cannot be called ''"),
+        ({"name": "f\n"}, ValueError, "cannot be called"),
         (3, TypeError, "got int: 3"),
     ],
 )
 def test_errors(tool, error, message) -> None:
     with pytest.raises(error, match=message):
         tool_spec(tool)
+
+
+@pytest.mark.parametrize(
+    "name", ["f", "a.b", "f-1", "f:1", "f/x", "größe", "json", "shelljson", "final", "f 1", "f,g", "f=1", "f.", "f..g"]
+)
+def test_a_name_is_taken_if_and_only_if_its_calls_can_be_read(name, small_tokenizer) -> None:
+    vocabulary = HarmonyVocabulary.of(small_tokenizer)
+    call = HarmonyMessage(
+        role="assistant", author="assistant", content="{}", channel="commentary", recipient=f"functions.{name}"
+    )
+    sampled = render_message(call, vocabulary)[len(generation_prompt(vocabulary)) :]
+    try:
+        tools = [ToolSpec(name=name, description="")]
+    except ValueError:
+        turn = parse(sampled, small_tokenizer, ["f", "g"])
+        assert [c.name for c in turn.tool_calls] != [name]
+    else:
+        turn = parse(sampled, small_tokenizer, tools)
+        assert [c.name for c in turn.tool_calls] == [name] and not turn.anomalies
 
 
 CALL_A = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": {}}}]}

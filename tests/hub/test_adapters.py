@@ -170,6 +170,8 @@ def test_trained_rows_of_the_embedding_are_refused_by_name():
         ValueError, match=r"only LoRA can be merged here, found TrainableTokensLayer at .*embed_tokens"
     ):
         merge_adapters_(trained_whole(trainable_token_indices=[1, 2, 3]))
+    with pytest.raises(ValueError, match="needs a PeftModel, found GptOssForCausalLM"):
+        merge_adapters_(tiny_model())
 
 
 def test_without_trained_sinks_the_file_is_left_as_it_is(tmp_path):

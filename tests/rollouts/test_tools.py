@@ -27,11 +27,10 @@ def run_one(function, toolcall, timeout=None, limit=1000, loop=None):
 
 
 def test_rollouts_run_side_by_side():
-    start = time.perf_counter()
-    boxes = [(Toolbox(functions={"tool": lambda: time.sleep(0.4)}), [call()]) for _ in range(8)]
+    together = threading.Barrier(8)  # a call returns once all of them run
+    boxes = [(Toolbox(functions={"tool": lambda: together.wait(20)}), [call()]) for _ in range(8)]
     results = ToolRunner(output_limit=100, max_concurrent=8).run(boxes)
     assert len(results) == 8 and not any(r.failed for [r] in results)
-    assert time.perf_counter() - start < 8 * 0.4 / 2  # in turn it would be 3.2 s
 
 
 def test_calls_of_one_rollout_run_in_order_and_results_keep_it():
@@ -118,6 +117,31 @@ def test_a_tool_that_hangs_is_abandoned_and_its_rollout_gets_no_further_calls():
     assert box.hung and not other.hung
     assert fine.text == "fine"  # the abandoned call gave its slot back
     release.set()
+
+
+def test_a_limit_beyond_what_a_thread_can_wait_is_none(event_loop):
+    async def slow():
+        return "fine"
+
+    for tool in (lambda: "fine", slow):
+        result, box = run_one(tool, call(), timeout=float("inf"), loop=event_loop)
+        assert (result.text, result.failed, box.timeout) == ("fine", False, None)
+
+
+def test_a_call_that_cannot_be_started_is_answered(monkeypatch):
+    """Nobody would wake a rollout whose call was never answered."""
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread._target.__name__ == "_call_into":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    runner = ToolRunner(output_limit=1000, max_concurrent=1)
+    [results] = runner.run([(Toolbox(functions={"tool": lambda: "fine"}), [call(), call()])])
+    assert [r.text for r in results] == ["error: tool could not run: RuntimeError: can't start new thread"] * 2
+    assert all(r.failed for r in results)
 
 
 def test_a_tool_that_reports_its_own_timeout():

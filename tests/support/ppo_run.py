@@ -2,6 +2,7 @@
 
 import random
 
+from cpu_settings import ON_CPU
 from datasets import Dataset
 from peft import LoraConfig
 from scripted_backend import ScriptedBackend
@@ -35,17 +36,11 @@ def settings_of(output_dir, **settings):
     return GptOssPPOConfig(
         str(output_dir),
         **{
+            **ON_CPU,
             "per_device_train_batch_size": 4,
             "max_steps": 6,
             "max_rollout_tokens": 6,
             "learning_rate": 1e-2,
-            "bf16": False,
-            "use_cpu": True,
-            "report_to": "none",
-            "save_strategy": "no",
-            "logging_steps": 1,
-            "disable_tqdm": True,
-            "gradient_checkpointing": False,
             "on_policy_check_steps": 2,
             **settings,
         },

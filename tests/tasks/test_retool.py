@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from trl_gptoss.recipe import TaskArguments
 from trl_gptoss.tasks import retool
 
 DATA = Path(os.environ.get("TRL_GPTOSS_TEST_DATA", Path(__file__).parents[2] / "../shared/data"))
@@ -124,6 +125,27 @@ def test_unusable_data_says_why(tmp_path):
     write_jsonl(tmp_path / "good.jsonl", [{"question": "q", "answer": "1"}])
     with pytest.raises(ValueError, match="dataset_train_split"):
         retool.load_problems(str(tmp_path / "good.jsonl"), train_split="training")
+
+
+def test_rows_without_a_question_or_an_answer_are_left_out(tmp_path, caplog):
+    entries = [("q1", "1"), ("q2", None), (None, "3"), ("q4", ""), ("", "5"), ("q6", "0")]
+    name = write_jsonl(tmp_path / "data.jsonl", [{"question": q, "answer": a} for q, a in entries])
+    train, held_out = retool.load_problems(name, held_out_size=0)
+    assert sorted(zip(questions(train), train["answer"])) == [("q1", "1"), ("q6", "0")] and not len(held_out)
+    assert "4 of 6 rows are left out" in caplog.text
+
+
+@pytest.mark.parametrize("roles", [["system", "user"], ["user", "assistant", "user"], []])
+def test_a_conversation_is_not_cut_down_to_its_last_message(tmp_path, roles):
+    rows = [{"prompt": [{"role": role, "content": "x"} for role in roles], "answer": "1"}]
+    with pytest.raises(ValueError, match=r"row 0 of .* has a conversation of the roles .*instructions"):
+        retool.load_problems(write_jsonl(tmp_path / "data.jsonl", rows))
+
+
+def test_a_training_set_that_is_held_out_as_a_whole_is_refused(tmp_path):
+    name = write_jsonl(tmp_path / "data.jsonl", [{"question": f"q{i}", "answer": "1"} for i in range(6)])
+    with pytest.raises(ValueError, match="leaves nothing to train on.*6 problems that are held out"):
+        TaskArguments(dataset_name=name, test_dataset_name=name).load(retool, seed=0)
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,18 @@ def test_budgets_have_two_names_and_one_value():
         ({"max_turns": 0}, "max_turns is 0"),
         ({"max_rollout_tokens": 0}, "max_rollout_tokens is 0"),
         ({"tool_timeout": 0.0}, "tool_timeout"),
+        ({"temperature": 0.0}, "temperature is 0.0, it must be positive.*top_k=1"),
+        ({"beta": -0.1}, "beta is -0.1"),
+        ({"tool_timeout": float("inf")}, "tool_timeout is inf seconds, it must be positive and finite"),
+        ({"max_rollout_seconds": float("inf")}, "positive and finite, or None for no limit"),
         ({"max_rollout_seconds": 0.0}, "max_rollout_seconds is 0.0"),
         ({"tool_output_limit": 3}, "tool_output_limit is 3, it must be at least 128"),
         ({"max_concurrent_tools": 0}, "max_concurrent_tools"),
         ({"on_policy_check_steps": -1}, "on_policy_check_steps"),
         ({"log_trajectories": -1}, "log_trajectories"),
         ({"prompt_date": "3 March"}, "YYYY-MM-DD"),
+        ({"prompt_date": 20260102}, "YYYY-MM-DD"),
+        ({"max_rollout_tokens": 64.5}, "max_rollout_tokens is 64.5, it must be a whole number"),
         ({"prompt_date": "20260203"}, "YYYY-MM-DD"),
         ({"on_policy": "always"}, "'auto', 'force' or 'off'"),
         ({"reasoning_effort": "extreme"}, "'low', 'medium' or 'high'"),
@@ -58,6 +64,22 @@ def test_every_field_is_documented_and_can_be_set_from_a_command_line():
     line = "--output_dir out --use_cpu true --bf16 false --report_to none --on_policy force --max_turns 4"
     [args] = TrlParser(GptOssGRPOConfig).parse_args_and_config(f"{line} --prompt_date 2026-01-02".split())
     assert (args.on_policy, args.max_turns, args.prompt_date) == ("force", 4, "2026-01-02")
+
+
+def test_a_recipe_may_leave_quotes_out(tmp_path):
+    """YAML reads a bare `off` as False and a date as a date."""
+    recipe = tmp_path / "recipe.yaml"
+    names = ("on_policy", "router_replay", "rollout_correction_level")
+    settings = [
+        "output_dir: out",
+        "use_cpu: true",
+        "bf16: false",
+        "prompt_date: 2026-01-02",
+        *(f"{n}: off" for n in names),
+    ]
+    recipe.write_text("\n".join(settings))
+    [args] = TrlParser(GptOssGRPOConfig).parse_args_and_config(["--config", str(recipe)])
+    assert [getattr(args, name) for name in names] == ["off"] * 3 and args.prompt_date == "2026-01-02"
 
 
 def test_the_order_of_prompts_depends_on_seed_and_epoch_alone():

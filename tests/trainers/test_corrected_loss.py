@@ -9,6 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from cpu_settings import ON_CPU
 from datasets import Dataset
 from scripted_backend import HarmonyWriter
 from tiny_policy import byte_tokenizer, tiny_model
@@ -85,18 +86,12 @@ def build(tmp_path, rollouts, cls=GptOssGRPOTrainer, tools=None, **settings):
     config = GptOssGRPOConfig if cls is GptOssGRPOTrainer else GRPOConfig
     extra = {"log_trajectories": 0, "on_policy_check_steps": 0} if cls is GptOssGRPOTrainer else {}
     settings = {
+        **ON_CPU,
         "per_device_train_batch_size": 4,
         "num_generations": 4,
         "max_steps": 3,
         "max_completion_length": 32,
         "learning_rate": 1e-2,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
         "router_aux_loss_coef": 0.0,
         **extra,
         **settings,

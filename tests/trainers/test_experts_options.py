@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from cpu_settings import ON_CPU
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_policy import byte_tokenizer, tiny_model
@@ -24,18 +25,12 @@ ALL = {"router_dtype": "float32", "router_deterministic_top_k": True, "experts_t
 
 def config(tmp_path, **settings) -> GptOssGRPOConfig:
     defaults = {
+        **ON_CPU,
         "per_device_train_batch_size": 2,
         "num_generations": 2,
         "max_steps": 2,
         "max_rollout_tokens": 6,
         "learning_rate": 1e-2,
-        "bf16": False,
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
         "log_trajectories": 0,
     }
     return GptOssGRPOConfig(str(tmp_path), **{**defaults, **settings})

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cpu_settings import ON_CPU
 from datasets import Dataset
 from tiny_policy import byte_tokenizer, tiny_model
 
@@ -18,17 +19,13 @@ ROWS = 4
 
 def build(tmp_path, **settings):
     settings = {
+        **ON_CPU,
+        "gradient_checkpointing": True,
         "per_device_train_batch_size": ROWS,
         "num_generations": ROWS,
         "max_steps": 1,
         "max_rollout_tokens": 9,
         "learning_rate": 1e-2,
-        "bf16": False,
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
         "log_trajectories": 0,
         **settings,
     }

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from cpu_settings import ON_CPU
 from datasets import Dataset
 from peft import LoraConfig
 from tiny_policy import byte_tokenizer, tiny_model
@@ -64,18 +65,13 @@ class Spy:
 
 def build(tmp_path, *, dropout=0.0, dtype=torch.float32, lora=True, **settings):
     settings = {
+        **ON_CPU,
         "per_device_train_batch_size": 4,
         "num_generations": 4,
         "max_steps": 4,
         "max_rollout_tokens": 6,
         "learning_rate": 1e-2,
         "bf16": dtype == torch.bfloat16,
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
         "log_trajectories": 0,
         **settings,
     }

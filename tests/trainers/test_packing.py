@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from cpu_settings import ON_CPU
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
 from tiny_policy import byte_tokenizer, tiny_model
@@ -65,18 +66,12 @@ def test_micro_batches():
 
 def build(tmp_path, attention="sink_fa3", lora=False, **settings):
     settings = {
+        **ON_CPU,
         "per_device_train_batch_size": len(LENGTHS),
         "num_generations": len(LENGTHS),
         "max_steps": 3,
         "max_rollout_tokens": 9,
         "learning_rate": 1e-2,
-        "bf16": False,
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
         "log_trajectories": 0,
         **settings,
     }

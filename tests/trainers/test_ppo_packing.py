@@ -59,16 +59,17 @@ def test_a_shared_critic_refuses_parts(tmp_path):
 
 
 def test_values_of_packed_rows_are_those_of_padded_ones():
-    """Prompts and completions of several lengths, one of them empty."""
+    """Prompts and completions of several lengths, one completion and one whole row of them empty."""
     generator = torch.Generator().manual_seed(0)
-    lengths = [(5, 4), (3, 0), (6, 2), (1, 3)]
-    prompt_mask, completion_mask = torch.zeros(4, 6, dtype=torch.long), torch.zeros(4, 4, dtype=torch.long)
+    lengths = [(5, 4), (3, 0), (0, 0), (6, 2), (1, 3)]
+    filled = torch.tensor([True, True, False, True, True])
+    prompt_mask, completion_mask = torch.zeros(5, 6, dtype=torch.long), torch.zeros(5, 4, dtype=torch.long)
     for row, (prompt, completion) in enumerate(lengths):
         prompt_mask[row, 6 - prompt :] = 1
         completion_mask[row, :completion] = 1
     inputs = {
-        "prompt_ids": torch.randint(0, 256, (4, 6), generator=generator),
-        "completion_ids": torch.randint(0, 256, (4, 4), generator=generator),
+        "prompt_ids": torch.randint(0, 256, (5, 6), generator=generator),
+        "completion_ids": torch.randint(0, 256, (5, 4), generator=generator),
         "prompt_mask": prompt_mask,
         "completion_mask": completion_mask,
     }
@@ -78,9 +79,9 @@ def test_values_of_packed_rows_are_those_of_padded_ones():
     found = {}
     for kind, rows in (("padded", CriticRows(inputs)), ("packed", CriticRows(inputs, lengths))):
         values = rows.values(critic.head, critic.backbone(**rows.model_inputs()).last_hidden_state)
-        assert values.shape == (4, 5)
+        assert values.shape == (5, 5)
         found[kind] = split_values(values, completion_mask)
     for padded, packed in zip(found["padded"], found["packed"]):
-        kept = completion_mask.bool() if padded.ndim == 2 else slice(None)
+        kept = completion_mask.bool() if padded.ndim == 2 else filled
         torch.testing.assert_close(packed[kept], padded[kept], atol=1e-5, rtol=1e-5)
     assert (found["packed"][1] - found["packed"][1].roll(1)).abs().min() > 1e-3  # control: rows differ

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cpu_settings import ON_CPU
 from datasets import Dataset
 from logged_curves import curves
 from peft import LoraConfig
@@ -36,19 +37,14 @@ def length_reward(completion_ids, **kwargs):
 
 def build(output_dir, reward=length_reward, rows=64, dropout=0.0, callbacks=None, **settings):
     settings = {
+        **ON_CPU,
         "per_device_train_batch_size": 4,
         "num_generations": 4,
         "max_steps": 6,
         "max_rollout_tokens": 6,
         "learning_rate": 1e-2,
-        "bf16": False,
-        "use_cpu": True,
-        "report_to": "none",
         "save_strategy": "steps",
         "save_steps": 3,
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
         "on_policy_check_steps": 2,
         **settings,
     }

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from cpu_settings import ON_CPU
 from datasets import Dataset
 from peft import LoraConfig
 from tiny_policy import byte_tokenizer, tiny_model
@@ -30,18 +31,12 @@ IN_PARTS = {"max_tokens_per_micro_batch": 100}  # packed, and in several forward
 def build(tmp_path, peft_config=None, model=None, **settings):
     packs = settings.keys() & (PACKED | IN_PARTS)
     settings = {
+        **ON_CPU,
         "per_device_train_batch_size": 4,
         "num_generations": 4,
         "max_steps": 2,
         "max_rollout_tokens": 12,
         "learning_rate": 1e-2,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
         "log_trajectories": 0,
         **settings,
     }

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from cpu_settings import ON_CPU
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from tiny_policy import byte_tokenizer, tiny_model
@@ -31,18 +32,14 @@ def length_reward(completion_ids, **kwargs):
 
 def build(output_dir, peft_config=None, model=None, **settings):
     settings = {
+        **ON_CPU,
         "per_device_train_batch_size": 4,
         "num_generations": 4,
         "max_steps": 2,
         "max_rollout_tokens": 6,
         "learning_rate": 1e-2,
-        "bf16": False,
-        "use_cpu": True,
-        "report_to": "none",
+        "save_strategy": "steps",
         "save_steps": 1,
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
         "on_policy_check_steps": 1,
         **settings,
     }

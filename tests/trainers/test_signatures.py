@@ -4,14 +4,18 @@ A new minor version that changes one of them must fail here and not in somebody'
 """
 
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 from peft.tuners.lora import ParamWrapper
 from transformers import Trainer
+from transformers.trainer_optimizer import _BITSANDBYTES_OPTIMIZERS
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import RepeatSampler
 
+import trl_gptoss.trainers
 from trl_gptoss.trainers import GptOssGRPOTrainer
 from trl_gptoss.trainers.vllm_rollouts import TrlGeneration
 
@@ -31,8 +35,13 @@ OVERRIDDEN = {
     "_save_optimizer_and_scheduler": "(self, output_dir: str) -> None",
     "_save_rng_state": "(self, output_dir: str) -> None",
     "_load_rng_state": "(self, checkpoint: str | None) -> None",
+    "_save": "(self, output_dir: str | None = None, state_dict: dict | None = None) -> None",
+    "_push_from_checkpoint": "(self, checkpoint_folder: str) -> None",
+    "create_accelerator_and_postprocess": "(self) -> None",
 }
 CALLED = {
+    "_save_checkpoint": "(self, model, trial)",
+    "_finish_current_push": "(self) -> None",
     "_compute_loss": "(self, model, inputs)",
     "_prepare_inputs": (
         "(self, generation_batch: dict[str, torch.Tensor | typing.Any]) -> dict[str, torch.Tensor | typing.Any]"
@@ -89,6 +98,14 @@ def test_attributes_that_are_read():
         "self.generation_config = GenerationConfig",
         "self.num_completions_to_print",
         "self._dist = DistributedBackend",
+        "self._tokenizer = processing_class",
+        'self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}',
+        "self._logs = {",
+        'self._last_world_entropy = float("inf")',
+        "self._entropy_window_stats = None",
+        '_tag_names = ["trl", "grpo"]',
+        '_name = "GRPO"',
+        "_paper = {",
     ):
         assert name in source, name
     # The two lines that the ratio rests on.
@@ -98,6 +115,17 @@ def test_attributes_that_are_read():
     source = inspect.getsource(Trainer)
     for name in ("self._tr_loss", "self._globalstep_last_logged", "self.is_in_train"):
         assert name in source, name
+
+
+def test_every_private_name_is_in_this_file():
+    names = re.compile(r"\b(?:self|trainer|super\(\))\.(_[a-z]\w*)")
+    files = Path(trl_gptoss.trainers.__file__).parent.glob("*.py")
+    used = {name for file in files for name in names.findall(file.read_text(encoding="utf-8"))}
+    theirs = {name for source in map(inspect.getsource, (GRPOTrainer, Trainer)) for name in names.findall(source)}
+    theirs |= {name for cls in GRPOTrainer.__mro__[:-1] for name in vars(cls) if not name.startswith("__")}
+    pinned = set(re.findall(r"\b_[a-z]\w*", Path(__file__).read_text(encoding="utf-8")))
+    assert "_buffered_inputs" in used & theirs
+    assert not (used & theirs) - pinned
 
 
 def test_the_loss_is_divided_inside_of_compute_loss():
@@ -120,6 +148,14 @@ def test_trl_makes_and_uses_its_vllm_engine_where_ours_takes_its_place():
     turn = inspect.getsource(GRPOTrainer._generate_single_turn)
     assert "_, completion_ids, logprobs, _ = self.vllm_generation.generate(" in turn
     assert "self._last_loaded_step = self.state.global_step" in turn
+
+
+def test_the_optimizers_of_bitsandbytes_that_transformers_lists():
+    """With FSDP2 `check_optimizer` refuses these and no others."""
+    named = [f"{name}{bits}" for name in ("adamw", "ademamix", "lion") for bits in ("_32bit", "_8bit")]
+    others = ["adamw_bnb_8bit", "adamw_8bit", "ademamix", "ademamix_8bit", "lion_32bit", "lion_8bit"]
+    others += ["rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"]
+    assert {optim.value for optim in _BITSANDBYTES_OPTIMIZERS} == {*others, *(f"paged_{name}" for name in named)}
 
 
 def test_peft_keeps_which_way_round_expert_parameters_are():

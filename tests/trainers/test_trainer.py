@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from cpu_settings import ON_CPU
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from scripted_backend import HarmonyWriter, ScriptedBackend
@@ -51,17 +52,11 @@ def length_reward(completion_ids, **kwargs):
 
 def config(output_dir, cls=GptOssGRPOConfig, **settings):
     settings = {
+        **ON_CPU,
         "per_device_train_batch_size": 8,
         "num_generations": 4,
         "max_steps": 2,
         "learning_rate": 1e-2,
-        "bf16": False,
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
         **settings,
     }
     return cls(str(output_dir), **settings)
@@ -692,6 +687,9 @@ def test_settings_that_cannot_work_are_refused(tmp_path):
         build(tmp_path, use_transformers_continuous_batching=True)
     with pytest.raises(ValueError, match="generation_kwargs sets eos_token_id=3"):
         build(tmp_path, generation_kwargs={"eos_token_id": 3})
+    for name in ("temperature", "max_new_tokens", "num_beams"):
+        with pytest.raises(ValueError, match=f"generation_kwargs sets \\['{name}'\\].*Remove"):
+            build(tmp_path, generation_kwargs={name: 2})
     with pytest.raises(ValueError, match="has only 200 rows"):
         build(tmp_path, model=tiny_model(vocab_size=200, pad_token_id=0))
     with pytest.raises(ValueError, match="lists of messages"):
@@ -732,6 +730,11 @@ def test_tensors_and_missing_values_are_rewards(tmp_path):
     trainer = build(tmp_path, lambda prompts, **kwargs: [2.0, None] * (len(prompts) // 2), max_steps=1)
     trainer.train()
     assert logged(trainer, "reward") == [2.0]
+
+
+def test_a_data_set_without_prompts_says_what_it_has(tmp_path):
+    with pytest.raises(ValueError, match=r"has the columns \['question'\].*`prompt`"):
+        build(tmp_path, data=rows().rename_column("prompt", "question")).train()
 
 
 def test_columns_under_the_names_of_the_rollouts_are_refused(tmp_path):

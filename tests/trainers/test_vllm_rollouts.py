@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cpu_settings import ON_CPU
 from datasets import Dataset
 from stub_vllm import StubPolicy, StubServer
 from tiny_policy import byte_tokenizer, tiny_model
@@ -36,6 +37,7 @@ def reward(completion_ids, **kwargs):
 def trainer(folder, server, model=None, reward_funcs=reward, **settings):
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(16)])
     settings = {
+        **ON_CPU,
         "use_vllm": True,
         "vllm_mode": "server",
         "vllm_server_base_url": server.url,
@@ -46,13 +48,6 @@ def trainer(folder, server, model=None, reward_funcs=reward, **settings):
         "max_steps": 3,
         "max_rollout_tokens": 5,
         "learning_rate": 1e-2,
-        "bf16": False,
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
         **settings,
     }
     return GptOssGRPOTrainer(

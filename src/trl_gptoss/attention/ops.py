@@ -287,7 +287,9 @@ def _check(
             "the same shape, the head_dim of q, and a number of heads that divides that of q."
         )
     if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
-        raise ValueError(f"sink_attention got q, k, v of dtypes {q.dtype}, {k.dtype}, {v.dtype}; expected one dtype.")
+        raise ValueError(
+            f"sink_attention got q, k, v of dtypes {q.dtype}, {k.dtype}, {v.dtype}; expected one floating dtype."
+        )
     if not q.device == k.device == v.device:
         raise ValueError(f"sink_attention got q, k, v on {q.device}, {k.device}, {v.device}; expected one device.")
     if sinks is not None and (sinks.shape != (heads,) or sinks.device != q.device):

@@ -1,5 +1,6 @@
 """The Python tool: one environment per rollout, code of the policy in a sandbox."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,8 +58,8 @@ class PythonTool(Environment):
         packages: Sequence[str] = (),
         memory_limit_mb: int | None = None,
     ) -> None:
-        if not tool_timeout > 0:  # refuses NaN, too
-            raise ValueError(f"tool_timeout is {tool_timeout}; it must be a positive number of seconds.")
+        if not 0 < tool_timeout < math.inf:  # refuses NaN, too
+            raise ValueError(f"tool_timeout is {tool_timeout}; it must be a positive, finite number of seconds.")
         if tool_output_limit < MINIMUM_OUTPUT_LIMIT:
             raise ValueError(
                 f"tool_output_limit is {tool_output_limit} characters; it must be at least {MINIMUM_OUTPUT_LIMIT}."

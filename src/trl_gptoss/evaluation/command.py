@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--answers", type=int, default=1, help="answers sampled to each problem (default: 1)")
     parser.add_argument("--backend", choices=("transformers", "vllm"), default="transformers", help="what samples")
     parser.add_argument("--batch-size", type=int, default=16, help="rollouts at a time and device (default: 16)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of sampling (default: 1.0)")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="of sampling (default: 1.0; 0: always the most likely token)"
+    )
     parser.add_argument("--max-turns", type=int, default=8, help="most turns of a rollout (default: 8)")
     parser.add_argument("--max-rollout-tokens", type=int, default=8192, help="most tokens after the prompt")
     parser.add_argument("--reasoning-effort", choices=("low", "medium", "high"), default="medium")
@@ -89,7 +91,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             max_rollout_tokens=args.max_rollout_tokens,
             max_turns=args.max_turns if args.task == "retool" else None,
             reasoning_effort=args.reasoning_effort,
-            temperature=args.temperature,
+            temperature=args.temperature or 1.0,
+            top_k=0 if args.temperature else 1,
             use_vllm=args.backend == "vllm",
             vllm_mode="colocate",
             model_init_kwargs={"dtype": args.dtype},

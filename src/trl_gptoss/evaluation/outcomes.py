@@ -60,10 +60,12 @@ class Outcomes:
 
         Returns:
             `dict`: `problems`, `answers` (per problem), `correct` (answers), `accuracy` (pass@1 = avg@n), `low`, `high`,
-            `interval` (the method), and `pass@k` for k = 2, 4, ... up to `answers`. `unscored` counts answers that got
+            `interval` (the method), and `pass@k` for k = 2, 4, ... up to `answers`, over the problems with k
+            verdicts. `unscored` counts answers that got
             no verdict (a reward function that failed, a row without a usable reference) and are left out.
 
         Raises:
+            `ValueError`: the trainer samples several answers to each row by itself.
             `RuntimeError`: no answer got a verdict.
         """
         self._seen.clear()
@@ -106,6 +108,7 @@ def summary(seen: dict[tuple[int, int], float], problems: int, answers: int) -> 
     k = 2
     while k <= answers:
         complete = [each for each in outcomes if len(each) >= k]
-        row[f"pass@{k}"] = sum(pass_at(int(sum(each)), len(each), k) for each in complete) / len(complete)
+        if complete:  # a reward function that failed may have left every problem with fewer
+            row[f"pass@{k}"] = sum(pass_at(int(sum(each)), len(each), k) for each in complete) / len(complete)
         k *= 2
     return row

@@ -21,7 +21,7 @@ NOT_TOOLS = ("assistant", "all", "functions", *OTHER_ROLES, *CHANNELS)
 # Either `to=` with the word after it, or a word; both go up to the next blank or the next `to=`.
 _ITEM = re.compile(r"to\s*=\s*(?P<recipient>(?:(?!to\s*=\s*\w)\S)*)|(?P<word>(?:(?!to\s*=)\S)+)")
 _ASSISTANT = re.compile(r"^(?:assistant)+")
-_RECIPIENT_NAME = re.compile(r"[\w-](?:[\w.:/-]*[\w-])?")
+RECIPIENT_NAME = re.compile(r"[\w-](?:[\w.:/-]*[\w-])?")
 _TOOL_NAME = re.compile(r"functions\.|browser\.|python$")
 
 
@@ -234,7 +234,7 @@ class HeaderReader:
         if not written:
             self._note("empty_recipient")
             return []
-        names = _RECIPIENT_NAME.findall(written)
+        names = RECIPIENT_NAME.findall(written)
         if names != [written]:
             self._note("malformed_recipient")
         return names[:1] + [name for name in names[1:] if name.startswith("functions.")]

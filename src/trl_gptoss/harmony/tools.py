@@ -7,13 +7,15 @@ from typing import Any
 from transformers.utils import get_json_schema
 
 from .builtin_tools import BROWSER_DESCRIPTION, BROWSER_FUNCTIONS, BUILTIN_FUNCTIONS, PYTHON_DESCRIPTION
+from .header import RECIPIENT_NAME
 
 
 @dataclass(kw_only=True, slots=True)
 class ToolSpec:
     """A tool as the prompt declares it.
 
-    name (`str`): name without namespace.
+    name (`str`): name without namespace: letters, digits, `_` and `-`, and between them also `.`, `:` and `/`. A call with
+        any other name could not be read; `ValueError`.
     description (`str`): what the model is told about it.
     parameters (`dict` or `None`, *optional*): JSON schema of the arguments object; `None` for a tool without any.
     builtin (`bool`, *optional*, defaults to `False`): declare it in the system message under its own name instead of
@@ -29,6 +31,11 @@ class ToolSpec:
     functions: "list[ToolSpec]" = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if RECIPIENT_NAME.fullmatch(self.name) is None or ".." in self.name:
+            raise ValueError(
+                f"A tool cannot be called {self.name!r}, because the header of a call could not be read; expected letters, digits, "
+                "'_', '-', and '.', ':' or '/' between them. Rename it."
+            )
         if not isinstance(self.description, str) or not isinstance(self.parameters, dict | None):
             raise ValueError(
                 f"Tool {self.name!r} needs a description (str) and parameters (a JSON schema as dict, or None); got "

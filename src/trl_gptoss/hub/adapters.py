@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from accelerate.utils import is_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -141,8 +142,12 @@ def merge_adapters_(model: "PeftModel") -> nn.Module:
         `nn.Module`: the base model with the merged weights.
 
     Raises:
-        `ValueError`: sharded weights, or an adapter that is not LoRA.
+        `ValueError`: a model without adapters, sharded weights, or an adapter that is not LoRA.
     """
+    if not is_peft_model(model):
+        raise ValueError(
+            f"merge_adapters_ needs a PeftModel, found {type(model).__name__}, which has no adapters to merge"
+        )
     _check_whole(model)
     for layer in _adapted_layers(model):
         _merge(layer)

@@ -47,7 +47,7 @@ def instruction_reward(
             "instruction_reward needs the columns `constraints` and `benchmark`; trl_gptoss.tasks.verify_if makes them."
         )
     texts = final_texts(completions, trajectories)
-    wanted = [json.loads(each) for each in constraints]
+    wanted = [json.loads(each) if each else [] for each in constraints]
     rewards: list[float | None] = [0.0 if each else None for each in wanted]
     answered = [i for i, text in enumerate(texts) if wanted[i] and text is not None and text.strip()]
     checked = shared_instruction_checker.check(

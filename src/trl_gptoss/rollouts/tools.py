@@ -57,6 +57,12 @@ class Toolbox:
     output_limit: int | None = None
     hung: bool = False
 
+    def __post_init__(self) -> None:
+        if (
+            self.timeout is not None and self.timeout > threading.TIMEOUT_MAX - GRACE
+        ):  # `inf`: no thread can wait so long
+            self.timeout = None
+
 
 def clip_output(text: str, limit: int) -> str:
     """Cut `text` to `limit` characters, notice included. Text within the limit comes back unchanged."""
@@ -194,7 +200,16 @@ class ToolSession:
         """
 
         def serve() -> None:
-            self._done.put((key, [self.runner.run_one(toolbox, call, deadline) for call in calls]))
+            results = []
+            for call in calls:
+                try:
+                    results.append(self.runner.run_one(toolbox, call, deadline))
+                except (
+                    Exception
+                ) as error:  # a system without threads or memory: unanswered, the rollout waits for ever
+                    text = f"error: {call.name} could not run: {type(error).__name__}: {error}"
+                    results.append(ToolResult(name=call.name, arguments=call.raw_arguments, text=text, failed=True))
+            self._done.put((key, results))
 
         self.pending += 1
         # One light thread per rollout keeps its calls in order; the runner's slots bound how many really run.
@@ -221,5 +236,5 @@ class ToolSession:
 
 
 def _until(deadline: float | None) -> float | None:
-    """Seconds until `deadline`, `None` if there is none."""
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
+    """Seconds until `deadline`, as many as a thread can wait; `None` if there is none."""
+    return None if deadline is None else min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)

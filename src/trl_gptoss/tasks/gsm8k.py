@@ -98,15 +98,10 @@ def load_problems(
 
     Args:
         dataset_name (`str`, *optional*, defaults to `"stories"`): source, see the top of this file.
-        dataset_config (`str`, *optional*): configuration of a Hub data set, `main` for `openai/gsm8k`.
-        train_split (`str`, *optional*, defaults to `"train"`): split to train on, for stored data.
-        test_split (`str`, *optional*, defaults to `"test"`): split to hold out, for stored data; see `retool`.
-        test_dataset_name (`str`, *optional*): another stored data set to hold out instead.
-        test_dataset_config (`str`, *optional*): its configuration.
-        train_size (`int`, *optional*, defaults to 2000): problems to generate, or the most to take from stored data.
-        held_out_size (`int`, *optional*, defaults to 200): the most problems to hold out.
-        seed (`int`, *optional*, defaults to 0): of the generator, and of the order of stored problems.
-        instructions (`str`, *optional*): a system message put before every problem.
+        Others: as for [`~trl_gptoss.tasks.retool.load_problems`].
+
+    Returns:
+        `tuple[Dataset, Dataset]`: columns as at the top of this file.
 
     Raises:
         `ValueError`: a split or column is missing, or there are fewer stories than asked for.

@@ -125,19 +125,20 @@ def load_problems(
     """Training and held-out problems, `(train, held_out)`, without a common question.
 
     Args:
-        dataset_name (`str`, *optional*, defaults to `"arithmetic"`):
-            Source, see the top of this file.
+        dataset_name (`str`, *optional*, defaults to `"arithmetic"`): source, see the top of this file.
         dataset_config (`str`, *optional*): configuration of a Hub data set, e.g. `main` for `openai/gsm8k`.
         train_split (`str`, *optional*, defaults to `"train"`): split to train on, for stored data.
-        test_split (`str`, *optional*, defaults to `"test"`):
-            Split to hold out, for stored data. Where it does not exist, a fifth of the training split at most is
-            held out instead.
+        test_split (`str`, *optional*, defaults to `"test"`): split to hold out, for stored data. Where it does not exist, or is
+            `train_split`, a fifth of the training split at most is held out; of a test data set with one split, that one.
         test_dataset_name (`str`, *optional*): another stored data set to hold out instead, e.g. AIME24.
         test_dataset_config (`str`, *optional*): its configuration.
         train_size (`int`, *optional*, defaults to 2000): problems to generate, or the most to take from stored data.
         held_out_size (`int`, *optional*, defaults to 200): the most problems to hold out.
-        seed (`int`, *optional*, defaults to 0): of the generators, and of the order of stored problems.
+        seed (`int`, *optional*, defaults to 0): of the generator, and of the order of stored problems to train on.
         instructions (`str`, *optional*): a system message put before every problem.
+
+    Returns:
+        `tuple[Dataset, Dataset]`: columns as at the top of this file.
 
     Raises:
         `ValueError`: a split or column is missing, or a generator has fewer problems than asked for.

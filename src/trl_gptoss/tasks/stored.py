@@ -1,10 +1,13 @@
 """Problems that are stored somewhere: a Hub id, or a local file or folder, as `(question, answer)` pairs or as rows."""
 
+import logging
 import random
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, load_dataset
+
+logger = logging.getLogger(__name__)
 
 QUESTION_COLUMNS = ("problem", "question", "input", "prompt")
 ANSWER_COLUMNS = ("answer", "final_answer", "output", "solution")
@@ -45,17 +48,40 @@ def only_split(data: DatasetDict, dataset_name: str, split: str, option: str) ->
 
 
 def _answer_text(answer: Any) -> str:
-    """An answer column's entry as text; what follows `####` of a GSM8K solution, OlympiadBench's lists joined."""
+    """An answer column's entry as text, `""` for none; what follows `####` of a GSM8K solution, OlympiadBench's lists joined."""
+    if answer is None:
+        return ""
     if isinstance(answer, list):
         answer = ", ".join(map(str, answer))
     return str(answer).rsplit("####", 1)[-1].strip()
 
 
-def question_and_answer(data: Dataset, dataset_name: str) -> list[tuple[str, str]]:
-    """`(question, reference answer)` of every row, each question once.
+def question_text(entry: str | list[dict[str, str]] | None, where: str) -> str:
+    """A question column's entry as text, `""` for none: text, or a conversation of one message of the user.
+
+    Args:
+        entry (`str`, `list[dict]` or `None`): what the column holds.
+        where (`str`): row and data set, for the error.
 
     Raises:
-        `ValueError`: no column with questions or none with answers.
+        `ValueError`: another conversation, of which the task would ask a part only.
+    """
+    if not isinstance(entry, list):
+        return "" if entry is None else str(entry)
+    roles = [message.get("role") for message in entry]
+    if roles != ["user"]:
+        raise ValueError(
+            f"{where} has a conversation of the roles {roles} for its question, expected one message of the user: give a "
+            "system message as `instructions`, and leave out rows of several turns"
+        )
+    return question_text(entry[0].get("content"), where)
+
+
+def question_and_answer(data: Dataset, dataset_name: str) -> list[tuple[str, str]]:
+    """`(question, reference answer)` of every row that has both, each question once; says how many have not.
+
+    Raises:
+        `ValueError`: no column with questions or none with answers, or conversations that are no question.
     """
     question = next((c for c in QUESTION_COLUMNS if c in data.column_names), None)
     answer = next((c for c in ANSWER_COLUMNS if c in data.column_names), None)
@@ -65,9 +91,17 @@ def question_and_answer(data: Dataset, dataset_name: str) -> list[tuple[str, str
             f"{ANSWER_COLUMNS}: rename them, or write a new file with those names"
         )
     rows: dict[str, str] = {}
-    for q, a in zip(data[question], data[answer]):
-        q = q[-1]["content"] if isinstance(q, list) else str(q)
-        rows[q] = _answer_text(a)
+    incomplete = 0
+    for number, (q, a) in enumerate(zip(data[question], data[answer])):
+        q, a = question_text(q, f"row {number} of {dataset_name}"), _answer_text(a)
+        if q.strip() and a:
+            rows[q] = a
+        else:
+            incomplete += 1
+    if incomplete:
+        logger.warning(
+            "%s: %d of %d rows are left out, because their %r or %r is empty.", dataset_name, incomplete, len(data), question, answer
+        )  # fmt: skip
     return list(rows.items())
 
 

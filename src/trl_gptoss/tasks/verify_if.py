@@ -28,7 +28,7 @@ from ..rewards import format_reward, instruction_reward
 from ..rewards.instruction_checker import require_if_verifiable, shared_instruction_checker
 from .constraints import GENERATED, SIMPLE, Constraint, contradiction, describe, draw
 from .retool import HELD_OUT_ONE_IN
-from .stored import load, only_split, split_of
+from .stored import load, only_split, question_text, split_of
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,8 @@ def stored_rows(data: Dataset, dataset_name: str) -> list[Row]:
     """Rows of a data set in the columns of IFEval or IFBench.
 
     Raises:
-        `ValueError`: a column is missing, a row has not as many arguments as kinds, or the kinds are of both benchmarks.
+        `ValueError`: a column is missing, a row has not as many arguments as kinds, a prompt is no single question, or the kinds are of
+            both benchmarks.
     """
     missing = [c for c in ("prompt", "instruction_id_list", "kwargs") if c not in data.column_names]
     if missing:
@@ -125,7 +126,7 @@ def stored_rows(data: Dataset, dataset_name: str) -> list[Row]:
             raise ValueError(
                 f"row {number} of {dataset_name} has {len(ids)} kinds and {len(kwargs)} sets of arguments"
             )
-        prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+        prompt = question_text(row["prompt"], f"row {number} of {dataset_name}")
         constraints = [
             Constraint(id=i, kwargs={name: value for name, value in (k or {}).items() if value is not None})
             for i, k in zip(ids, kwargs)
@@ -205,16 +206,11 @@ def load_problems(
 
     Args:
         dataset_name (`str`, *optional*, defaults to `"simple"`): source, see the top of this file.
-        dataset_config (`str`, *optional*): configuration of a Hub data set.
-        train_split (`str`, *optional*, defaults to `"train"`): split to train on, for stored data.
-        test_split (`str`, *optional*, defaults to `"test"`): split to hold out, for stored data; the only one there is
-            if a test data set has just one.
         test_dataset_name (`str`, *optional*): a stored data set to hold out instead, e.g. `allenai/IFBench_test`.
-        test_dataset_config (`str`, *optional*): its configuration.
-        train_size (`int`, *optional*, defaults to 2000): prompts to generate, or the most to take from stored data.
-        held_out_size (`int`, *optional*, defaults to 200): the most prompts to hold out.
-        seed (`int`, *optional*, defaults to 0): of the generator, and of the order of stored prompts.
-        instructions (`str`, *optional*): a system message put before every prompt.
+        Others: as for [`~trl_gptoss.tasks.retool.load_problems`].
+
+    Returns:
+        `tuple[Dataset, Dataset]`: columns as at the top of this file.
 
     Raises:
         `ValueError`: a split or column is missing, kinds are unknown, or there are fewer prompts than asked for.

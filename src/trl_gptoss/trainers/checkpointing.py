@@ -47,16 +47,20 @@ class LoopState:
 
     def save(self, directory: str, rank: int) -> None:
         """Write to `directory` under its final name only once it is complete."""
-        path = loop_state_path(directory, rank)
-        temporary = path.with_suffix(".tmp")
-        torch.save({name: getattr(self, name) for name in self.__slots__}, temporary)
-        os.replace(temporary, path)
+        save_whole({name: getattr(self, name) for name in self.__slots__}, loop_state_path(directory, rank))
 
     @classmethod
     def load(cls, directory: str, rank: int, device: torch.device) -> "LoopState":
         """Read what `save` wrote; tensors come to `device`."""
         state = torch.load(loop_state_path(directory, rank), map_location="cpu", weights_only=True)
         return cls(**send_to_device(state, device))
+
+
+def save_whole(state: dict[str, Any], file: Path) -> None:
+    """`torch.save` to a file that gets its name once it is complete."""
+    temporary = file.with_suffix(".tmp")
+    torch.save(state, temporary)
+    os.replace(temporary, file)
 
 
 def loop_state_path(directory: str | Path, rank: int) -> Path:

@@ -1,5 +1,6 @@
 """`GptOssGRPOConfig`: TRL's `GRPOConfig` and the settings of the tool loop and of the on-policy ratio."""
 
+import math
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Literal
@@ -13,6 +14,11 @@ from .saving_config import SavingConfig, check_saving_config
 from .schedule import check_on_policy_schedule
 from .vllm_config import VllmRolloutConfig
 
+_INTEGERS = (
+    *("on_policy_check_steps", "max_turns", "max_rollout_tokens", "tool_output_limit", "max_concurrent_tools"),
+    *("log_trajectories", "log_completions_steps", "experts_token_chunk", "max_tokens_per_micro_batch", "oom_retries"),
+    *("sequence_parallel_size", "max_completion_length", "max_tool_calling_iterations"),
+)
 _TRL_MAX_COMPLETION_LENGTH = GRPOConfig.__dataclass_fields__["max_completion_length"].default
 
 
@@ -215,6 +221,7 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, VllmRolloutConfig,
     )
 
     def __post_init__(self) -> None:
+        self._read_yaml_values()
         self._unify_budgets()
         super().__post_init__()
         for name, least in (
@@ -226,14 +233,23 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, VllmRolloutConfig,
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}.")
-        if not self.tool_timeout > 0:  # refuses NaN, too
-            raise ValueError(f"tool_timeout is {self.tool_timeout} seconds, it must be positive.")
-        if self.max_rollout_seconds is not None and not self.max_rollout_seconds > 0:
-            raise ValueError(f"max_rollout_seconds is {self.max_rollout_seconds}, it must be positive or None.")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(
+                f"temperature is {self.temperature}, it must be positive and finite: the loss takes the log-probs of logits "
+                "divided by it. To sample the most likely tokens set top_k=1."
+            )
+        if not 0 <= self.beta < math.inf:
+            raise ValueError(f"beta is {self.beta}, it must be at least 0, which is no KL term.")
+        if not 0 < self.tool_timeout < math.inf:  # refuses NaN, too
+            raise ValueError(f"tool_timeout is {self.tool_timeout} seconds, it must be positive and finite.")
+        if self.max_rollout_seconds is not None and not 0 < self.max_rollout_seconds < math.inf:
+            raise ValueError(
+                f"max_rollout_seconds is {self.max_rollout_seconds}, it must be positive and finite, or None for no limit."
+            )
         if self.prompt_date is not None:
             try:
                 written = date.fromisoformat(self.prompt_date).isoformat()
-            except ValueError:
+            except (TypeError, ValueError):
                 written = None
             if written != self.prompt_date:  # Python also reads 20260203 and 2026-W06-2
                 raise ValueError(f"prompt_date is {self.prompt_date!r}, expected a date as YYYY-MM-DD.")
@@ -267,6 +283,18 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, VllmRolloutConfig,
         check_saving_config(self)
         if self.on_policy == "force":
             check_on_policy_schedule(self.gradient_accumulation_steps, self.steps_per_generation, self.num_iterations)
+
+    def _read_yaml_values(self) -> None:
+        """A recipe's bare `off` is False for YAML, a date is a date, and nothing keeps a fraction from being an integer."""
+        for name in ("on_policy", "router_replay", "rollout_correction_level"):
+            if getattr(self, name) is False:
+                setattr(self, name, "off")
+        if isinstance(self.prompt_date, date):
+            self.prompt_date = self.prompt_date.isoformat()
+        for name in _INTEGERS:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, int):
+                raise ValueError(f"{name} is {value!r}, it must be a whole number.")
 
     def _check_padding_free(self) -> None:
         if self.sequence_parallel_size < 1:

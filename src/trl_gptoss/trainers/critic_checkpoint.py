@@ -8,9 +8,7 @@
 Whole files get their name last, so that a folder with `critic_state.pt` is complete.
 """
 
-import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -25,6 +23,7 @@ from safetensors.torch import save_file
 from transformers import AutoModel
 
 from ..losses import FixedKLController
+from .checkpointing import save_whole
 from .critic_optimizer import CriticOptimizer
 from .critics import HEAD_FILE, BackboneCritic
 
@@ -57,7 +56,7 @@ def save_critic(
         "kl": kl.state_dict(),
     }
     save_file({name: p.detach().cpu() for name, p in critic.head.named_parameters()}, folder / HEAD_FILE)
-    _save(state, folder / _STATE)
+    save_whole(state, folder / _STATE)
 
 
 def load_critic(
@@ -106,7 +105,7 @@ def _save_backbone(folder: Path, optimizer: CriticOptimizer, accelerator: Accele
         save_fsdp_optimizer(plugin, accelerator, optimizer.backbone, wrapped, str(folder))
     elif accelerator.is_main_process:
         backbone.save_pretrained(folder)
-        _save(optimizer.backbone.state_dict(), folder / _OPTIMIZER)
+        save_whole(optimizer.backbone.state_dict(), folder / _OPTIMIZER)
 
 
 def _load_backbone(folder: Path, optimizer: CriticOptimizer, accelerator: Accelerator) -> None:
@@ -121,9 +120,3 @@ def _load_backbone(folder: Path, optimizer: CriticOptimizer, accelerator: Accele
         saved = AutoModel.from_pretrained(folder, dtype=backbone.dtype)
         backbone.load_state_dict(saved.state_dict())
         optimizer.backbone.load_state_dict(torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True))
-
-
-def _save(state: dict[str, Any], file: Path) -> None:
-    temporary = file.with_suffix(".tmp")
-    torch.save(state, temporary)
-    os.replace(temporary, file)

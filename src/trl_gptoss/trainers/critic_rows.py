@@ -6,6 +6,8 @@ value of a row, (T + 1)th or earlier, is the one at its last token:
     packed tokens   a  b  X  c  Y  Z          a b, c: prompts of two rows; X, Y Z: their completions
     scored at          X     Y  Z
     values_BT1      row 0: b X 0      row 1: c Y Z       named by the token whose output they are
+
+A row without a token has no state to value: packed, its values are 0.
 """
 
 from typing import Any
@@ -56,9 +58,9 @@ class CriticRows:
         values_T = head(hidden)[0]
         if self.group is not None:
             values_T = gather_tokens(values_T, self.group)
-        rows = len(self.lengths)
         values_BT = self.packed.unpack(values_T)
-        ends_B = self.packed.cu_seqlens[1 : rows + 1].long() - 1
-        completions_B1 = torch.tensor([[completion] for _, completion in self.lengths], device=values_T.device)
-        values_BT1 = torch.cat([values_BT, values_T.new_zeros(rows, 1)], dim=1)
-        return values_BT1.scatter(1, completions_B1, values_T[ends_B].unsqueeze(1))
+        filled = [row for row, length in enumerate(self.lengths) if sum(length)]  # `pack` leaves the others out
+        ends_F = self.packed.cu_seqlens[1 : len(filled) + 1].long() - 1
+        places_2F = torch.tensor([filled, [self.lengths[row][1] for row in filled]], device=values_T.device).long()
+        values_BT1 = torch.cat([values_BT, values_T.new_zeros(len(self.lengths), 1)], dim=1)
+        return values_BT1.index_put(tuple(places_2F), values_T[ends_F])

@@ -48,7 +48,7 @@ from .environments import bind_environments
 from .experts_options import check_experts_options, prepare_experts
 from .freezing import freeze
 from .guards import check_model
-from .harmony_rollouts import HarmonyRollouts
+from .harmony_rollouts import HarmonyRollouts, check_generation_kwargs
 from .loading import ATTENTION, is_gpt_oss, load_reward_models, model_init_kwargs
 from .memory_guard import MemoryMixin
 from .offload import CheckpointOffload
@@ -317,12 +317,7 @@ class GptOssGRPOTrainer(
                 f"The tokenizer ends turns with the ids {stop_ids}, but the model's embedding has only {rows} rows: they "
                 "do not belong together. Pass the tokenizer of this model as processing_class."
             )
-        for name in ("eos_token_id", "stop_token_ids"):
-            if name in (self.args.generation_kwargs or {}):
-                raise ValueError(
-                    f"generation_kwargs sets {name}={self.args.generation_kwargs[name]}, but Harmony turns end with "
-                    f"{stop_ids} (<|return|>, <|endoftext|>, <|call|>). Remove it."
-                )
+        check_generation_kwargs(self.args, stop_ids)
 
     def _context_length(self) -> int:
         if self.weight_sync is not None:
@@ -439,6 +434,11 @@ class GptOssGRPOTrainer(
 
     def _check_columns(self, row: dict[str, Any]) -> None:
         """Reward functions get the columns as keyword arguments, beside those of the rollouts."""
+        if "prompt" not in row:
+            raise ValueError(
+                f"The data set has the columns {sorted(row)}, and none of them is `prompt`. Rename the column that holds the "
+                "prompts, each a list of messages ([{'role': 'user', 'content': ...}])."
+            )
         taken = {"prompts", "completions"} | ({"trajectories"} if self._engine is not None else set())
         clash = sorted(taken.intersection(row))
         if clash:

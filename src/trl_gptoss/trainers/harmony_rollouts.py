@@ -14,6 +14,35 @@ from ..rollouts.harmony_format import HarmonyFormat
 from ..trajectory import Trajectory
 from .config import GptOssGRPOConfig
 
+# What the fields of the configuration say, and what the loop decides by itself.
+_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_OF_THE_LOOP = ("do_sample", "max_length", "max_new_tokens", "num_beams", "num_return_sequences", "stop_strings")
+
+
+def check_generation_kwargs(args: GptOssGRPOConfig, stop_ids: list[int]) -> None:
+    """Refuse what would make rollouts end elsewhere, or come from another distribution than the loss thinks.
+
+    Args:
+        args ([`GptOssGRPOConfig`]): with `generation_kwargs`. What vLLM refuses beyond the stop ids is checked with its engine.
+        stop_ids (`list[int]`): of Harmony turns.
+
+    Raises:
+        ValueError: names what to remove.
+    """
+    found = args.generation_kwargs or {}
+    for name in ("eos_token_id", "stop_token_ids"):
+        if name in found:
+            raise ValueError(
+                f"generation_kwargs sets {name}={found[name]}, but Harmony turns end with {stop_ids} (<|return|>, "
+                "<|endoftext|>, <|call|>). Remove it."
+            )
+    wrong = [name for name in found if name in (*_FIELDS, *_OF_THE_LOOP)]
+    if wrong and not args.use_vllm:
+        raise ValueError(
+            f"generation_kwargs sets {wrong}; {', '.join(_FIELDS)} are fields of the configuration, which the loss reads too, "
+            "the budget is max_rollout_tokens, and the rest belongs to the rollouts. Remove them."
+        )
+
 
 class HarmonyRollouts:
     """Renders prompts, runs the loop, and keeps a batch's rollouts in the order of its rows.
