@@ -85,6 +85,11 @@ def test_targets_are_those_of_the_loops(tmp_path, gamma, lam, level, bootstrap, 
         values = b["values"][:, :-1][trained]
         expected = 1 - (returns[trained] - values).var(ddof=1) / returns[trained].var(ddof=1)
         assert metrics["explained_variance"] == pytest.approx(expected)
+        rows = [(row, np.flatnonzero(trained[row])) for row in range(ROWS) if trained[row].any()]
+        for name, which in (("first", 0), ("last", -1)):
+            r, v = np.array([(returns[row, t[which]], b["values"][row, t[which]]) for row, t in rows]).T
+            expected = 1 - (r - v).var(ddof=1) / r.var(ddof=1)
+            assert metrics[f"explained_variance/{name}"] == pytest.approx(expected)
         assert metrics["returns/mean"] == pytest.approx(returns[trained].mean())
         assert metrics["values/std"] == pytest.approx(values.std(ddof=1))
 
@@ -101,4 +106,6 @@ def test_a_batch_without_a_token_gives_zeros(tmp_path):
         reduce=lambda x: x,
     )
     assert not targets.policy_mask.any() and not targets.advantages.any() and not targets.returns.any()
-    assert np.isnan(metrics["returns/mean"]) and np.isnan(metrics["explained_variance"])
+    assert np.isnan(metrics["returns/mean"]) and all(
+        np.isnan(metrics[n]) for n in metrics if n.startswith("explained")
+    )

@@ -67,8 +67,13 @@ def ppo_targets(
         truncated_B=truncated_B if args.bootstrap_truncated else None,
         final_values_B=final_values if args.bootstrap_truncated else None,
     )
+    explained = {
+        "explained_variance": result.value_mask,
+        "explained_variance/first": result.value_mask & (result.value_mask.cumsum(1) == 1),
+        "explained_variance/last": result.value_mask & (result.value_mask.flip(1).cumsum(1).flip(1) == 1),
+    }
     metrics = {
-        "explained_variance": explained_variance(values, result.returns, result.value_mask, reduce=reduce).item(),
+        **{n: explained_variance(values, result.returns, mask, reduce=reduce).item() for n, mask in explained.items()},
         **_moments("returns", result.returns, result.value_mask, reduce),
         **_moments("values", values, result.value_mask, reduce),
         **_moments("advantages", result.advantages, policy_mask, reduce),
