@@ -55,6 +55,11 @@ CHANGES = {
         since="0.22", until="0.31", device="cpu", what="attention wants bf16 sinks whatever the dtype of the engine is"
     ),
     "no_routed_experts": Change(since="0.31", device="cpu", what="returning routed experts needs Triton"),
+    "prefixes_without_experts": Change(
+        since="0.22",
+        until="0.26",
+        what="not known whether a prefix from the cache brings its experts along; 0.26 and 0.30 do",
+    ),
     "trainer_engine": Change(
         since="0.28", what="NCCL transfer: a stateful trainer engine; `packed` is part of the init"
     ),
