@@ -24,12 +24,8 @@ rm -f "$out/go" && mkfifo "$out/go" && exec 3<>"$out/go"
 # Eager steps vary by half with the host: 27 pairs of them left the overhead of replay between -4 and +7 %.
 part wide 480 $h200 --width 20b --rollouts 64 --compiled --turns --hold --timeout 330 --cases plain:60 cached:60 --out "$out/h200_compiled.csv" <"$out/go" &
 wide=$!
-part mxfp4 180 python benchmarks/hub/mxfp4_vllm.py --device cuda --out "$out/mxfp4_vllm.csv" &
-mxfp4=$!
 part doctor 180 python benchmarks/vllm/doctor.py --out "$out/doctor.csv" &
-doctor=$!
-part cached 150 $h200 --width tiny --cases cached:10 --out "$out/h200_cached.csv" &
-wait $mxfp4 $doctor $!
+wait $!
 echo go >&3 # alone from here on
 wait $wide
 part one_forward 120 python benchmarks/correction/one_forward.py --layers 24 --steps 4 --out "$out/one_forward.csv"

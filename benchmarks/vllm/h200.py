@@ -9,8 +9,8 @@ end by their length alone, so that every step has the same number of tokens. Row
 
 One row for each case, step and metric, written as the step ends:
     plain    as the trainer does it by default
-    replay   router_replay="rollout"
-    cached   the same with vLLM's prefix cache, which the trainer switches off for it
+    replay   router_replay="rollout" without vLLM's prefix cache
+    cached   the same with it, which is the default from vLLM 0.26 on
     noprobe  vllm_probe_every=0: what the probe costs is the difference in step_time
     sleep    vllm_enable_sleep_mode=True
     lora     LoRA on attention and experts, merged on the fly
@@ -162,8 +162,8 @@ def settings(case: str, device: str, compiled: bool) -> dict[str, Any]:
         "noprobe": {"vllm_probe_every": 0},
     }.get(case, {})
     engine: dict[str, Any] = {"enforce_eager": not (compiled or case == "graphs")}
-    if case == "cached":
-        engine["enable_prefix_caching"] = True
+    if case == "replay":
+        engine["enable_prefix_caching"] = False
     if device == "cuda":  # vLLM's own measurement is disturbed by other processes on the GPU
         engine["kv_cache_memory_bytes"] = 4 << 30
     return {"vllm_engine_kwargs": engine, **changed}

@@ -358,10 +358,9 @@ def test_off_policy_steps_use_the_stored_log_probs(tmp_path, monkeypatch):
 
 def test_evaluations_are_not_corrected(tmp_path):
     losses = []
-    for options in (
-        {"rollout_correction_level": "off"},
-        {"rollout_correction_level": "token", "rollout_correction_mode": "mask", "rollout_correction_high": 0.5},
-    ):
+    narrow = {"level": "token", "mode": "mask", "low": 0.9999, "high": 1.0001}  # next to nothing is left
+    for options in ({"level": "off"}, narrow):
+        options = {f"rollout_correction_{name}": value for name, value in options.items()}
         trainer = build(tmp_path, Rollouts(noise=0.5), per_device_eval_batch_size=4, **options)
         metrics = trainer.evaluate(DATA.select(range(4)))
         assert not [name for name in metrics if "rollout_correction" in name]

@@ -161,8 +161,15 @@ def forwards_of_packed_rows(trainer):
     return seen
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("settings", [PACKED, IN_PARTS], ids=["packed", "in parts"])
+@pytest.mark.parametrize(
+    ("settings", "checkpointing"),
+    [
+        (IN_PARTS, True),
+        pytest.param(IN_PARTS, False, marks=pytest.mark.slow),
+        pytest.param(PACKED, True, marks=pytest.mark.slow),
+        pytest.param(PACKED, False, marks=pytest.mark.slow),
+    ],
+)
 def test_packed_rows_take_the_experts_of_their_own_tokens(tmp_path, monkeypatch, settings, checkpointing):
     """At experts that the router would not choose: loss, log-probs and gradients are those of the padded rows."""
     seen = {}
@@ -228,7 +235,9 @@ def test_the_gradient_goes_through_the_router_logits_at_the_replayed_experts():
     assert weight.grad[entry].abs() > 1e-9 and weight.grad[1].abs().sum() == 0.0  # expert 1 is not taken in layer 0
 
 
-@pytest.mark.parametrize("settings", [PACKED, IN_PARTS], ids=["packed", "in parts"])
+@pytest.mark.parametrize(
+    "settings", [pytest.param(PACKED, marks=pytest.mark.slow), IN_PARTS], ids=["packed", "in parts"]
+)
 def test_old_records_and_replays_packed_rows(tmp_path, monkeypatch, settings):
     kept = kept_inputs(monkeypatch)
     trainer = build(

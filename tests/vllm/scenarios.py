@@ -139,7 +139,7 @@ def streamed(folder):
     }
 
 
-def replayed(folder, **settings):
+def replayed(folder, engine=None):
     """The trainer's forward takes the experts that the engine reports. vLLM 0.30 (0.31 reports none on CPU), so bfloat16."""
     run = trainer(
         folder,
@@ -148,7 +148,7 @@ def replayed(folder, **settings):
         router_replay="rollout",
         vllm_importance_sampling_correction=True,
         max_steps=3,
-        **settings,
+        vllm_engine_kwargs={"enable_prefix_caching": False} if engine is None else engine,
     )
     compute_loss, other = run.compute_loss, []
     llm_engine, cached = run.weight_sync.engine.llm.llm_engine, [0]
@@ -179,7 +179,7 @@ def replayed(folder, **settings):
 
 def replayed_with_prefix_cache(folder):
     """Rollouts of a group take their common prompt from the cache: its experts have to come from there, too."""
-    return replayed(folder, vllm_engine_kwargs={"enable_prefix_caching": True, "block_size": 32})
+    return replayed(folder, {"block_size": 32})  # a block is shorter than the prompts
 
 
 # ---- planted faults ----

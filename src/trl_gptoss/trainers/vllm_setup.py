@@ -157,8 +157,10 @@ def _colocated(
     reserved = sorted(set(options).intersection(_RESERVED))
     if reserved:
         raise ValueError(f"vllm_engine_kwargs sets {reserved}, which the trainer decides. Use the vllm_* fields.")
-    if record_routing:  # a prefix from the cache is not routed again: its experts would have to be kept with it
-        options = {"enable_prefix_caching": False} | options | {"enable_return_routed_experts": True}
+    if record_routing:
+        if version.has("prefixes_without_experts"):  # a prefix from the cache is not routed again
+            options = {"enable_prefix_caching": False} | options
+        options |= {"enable_return_routed_experts": True}
     group = _tensor_parallel_group(args.vllm_tensor_parallel_size, accelerator)
     _rendezvous(accelerator)
     with tempfile.TemporaryDirectory(prefix="trl_gptoss_engine_") as folder:
