@@ -37,8 +37,8 @@ from trl_gptoss.trainers.checkpointing import last_complete_checkpoint
 HERE = Path(__file__).resolve().parent
 UNFINISHED = 3  # exit status
 
-# max_turns, max_rollout_tokens
-BUDGETS = {"tool": (6, 96), "single_turn": (1, 64), "instruction": (1, 64)}
+# max_turns, max_rollout_tokens; `Cell.tool_tokens` of the tool task
+BUDGETS = {"tool": (6, None), "single_turn": (1, 64), "instruction": (1, 64)}
 REWARDS = {"tool": retool.REWARDS, "single_turn": gsm8k.REWARDS, "instruction": verify_if.REWARDS}
 
 # A column of the CSV, and what the trainer logs it as.
@@ -75,6 +75,8 @@ class Cell:
     precision (`str`): `"bf16"`: autocast, weights in float32; `"float32"`.
     train_size (`int`), held_out (`int`), answers (`int`): problems to train on, held-out ones, answers sampled to each of
         those.
+    tool_tokens (`int`): most tokens of a rollout of the tool task after its prompt, tool results included. Right ones of four
+        steps have up to 126.
     """
 
     task: str
@@ -92,6 +94,7 @@ class Cell:
     train_size: int = 4000
     held_out: int = 200
     answers: int = 1
+    tool_tokens: int = 192
 
     def __post_init__(self) -> None:
         for name, found, expected in (
@@ -148,7 +151,7 @@ def config_of(cell: Cell, out: Path, executor: str) -> GptOssGRPOConfig:
         **correction,
         **vllm,
         max_turns=turns,
-        max_rollout_tokens=tokens,
+        max_rollout_tokens=cell.tool_tokens if cell.task == "tool" else tokens,
         executor=executor,
         tool_timeout=5.0,
         reward_weights=[1.0, 0.2],

@@ -1,7 +1,8 @@
 """Draw the figures of the reproduction from its committed rows:  python benchmarks/reproduction/figures.py [--check]
 
 One SVG for each task, group of causes and quantity, in docs/figures/reproduction: the mean over the seeds, as far as all of them
-have come, and the area between the least and the largest of them. With --check nothing is written, and the exit status is 1 if a figure is not the
+have come, and the area between the least and the largest of them. Folders of further results beside them (other settings, which are
+not compared) become folders of figures. With --check nothing is written, and the exit status is 1 if a figure is not the
 one that the rows give. Without rows there is nothing to draw, and it says what to run.
 """
 
@@ -84,6 +85,14 @@ def lines(task: str, group: str, results: list[Result]) -> dict[str, list[Result
     return runs
 
 
+def all_figures(folder: Path) -> dict[str, str]:
+    """File name, below the folder of figures, to content: of `folder` and of the folders in it."""
+    drawn = figures(read_results(folder))
+    for other in sorted(path for path in folder.glob("*") if path.is_dir() and path.name != "unfinished"):
+        drawn |= {f"{other.name}/{name}": svg for name, svg in figures(read_results(other)).items()}
+    return drawn
+
+
 def figures(results: list[Result]) -> dict[str, str]:
     """File name to content, for what there are at least two lines of."""
     check_comparable(results)
@@ -93,9 +102,11 @@ def figures(results: list[Result]) -> dict[str, str]:
             found = lines(task, group, results)
             if len(found) < 2 or (group != "causes" and found.keys() <= lines(task, "causes", results).keys()):
                 continue  # nothing to compare, or nothing that the first figure does not show
+            tokens = next(iter(found.values()))[0].about["tool_tokens"]
+            heading = f"{title} ({tokens} tokens)" if task == "tool" else title
             for column, quantity in QUANTITIES.items():
                 curves = [s for label, runs in found.items() if (s := series(label, runs, column)) is not None]
-                svg = standalone_svg(f"{title}: {quantity}", curves)
+                svg = standalone_svg(f"{heading}: {quantity}", curves)
                 if svg:
                     drawn[f"{task}_{group}_{column}.svg"] = svg
     return drawn
@@ -107,12 +118,11 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder with the CSVs")
     parser.add_argument("--out", type=Path, default=FIGURES, help="folder for the SVGs")
     args = parser.parse_args()
-    results = read_results(args.results)
-    if not results:
+    if not read_results(args.results):
         print(NOTHING.format(folder=args.results))
         return 1
     old = []
-    for name, content in figures(results).items():
+    for name, content in all_figures(args.results).items():
         path = args.out / name
         if path.is_file() and path.read_text(encoding="utf-8") == content:
             continue

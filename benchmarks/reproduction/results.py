@@ -10,7 +10,7 @@ from causes import CAUSES
 # What has to be the same in all cells that are compared.
 SAME = (
     "hardware", "sampler", "precision", "steps", "prompts", "generations", "micro_batches", "learning_rate",
-    "kl_coefficient", "train_size", "held_out", "answers",
+    "kl_coefficient", "train_size", "held_out", "answers", "tool_tokens",
 )  # fmt: skip
 
 

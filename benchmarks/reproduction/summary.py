@@ -1,8 +1,9 @@
 """What came out, as the tables of docs/reproduction.md:  python benchmarks/reproduction/summary.py [RESULTS]
 
-A line for each task, cause and strength. "reward" is the mean reward of the last steps that all cells of the task have, averaged
-over the seeds, with the least and the largest; "beyond the seeds" compares it with that of everything right: whether all seeds of
-a cause are below all of those, or all above. Accuracies are on held-out problems; one that was not measured is a dash.
+A line for each task, cause and strength. "reward" is the mean reward of the last steps that all seeds of the cause have, averaged
+over the seeds, with the least and the largest; "beyond the seeds" compares it with that of everything right at the same steps:
+whether all seeds of a cause are below all of those, or all above; it is a dash where everything right has one seed only. Accuracies are on held-out problems; one that was not measured is
+a dash.
 """
 
 import sys
@@ -49,19 +50,17 @@ def lines(results: list[Result]) -> list[str]:
     groups: dict[tuple[str, str, float], list[Result]] = defaultdict(list)
     for result in results:
         groups[result.about["task"], result.about["cause"], float(result.about["strength"])].append(result)
-    shared = {
-        task: min(len(r.steps) - 1 for r in results if r.about["task"] == task) for task in {key[0] for key in groups}
-    }
     order = list(CAUSES)
     drawn = []
     for task, cause, strength in sorted(
         groups, key=lambda key: (key[0] != "tool", key[0], order.index(key[1]), -key[2])
     ):
         runs, right = groups[task, cause, strength], groups.get((task, "right", 1.0), [])
-        rewards = [reward_until(run, shared[task]) for run in runs]
+        shared = min(len(run.steps) - 1 for run in [*runs, *right])
+        rewards = [reward_until(run, shared) for run in runs]
         spread = f" [{min(rewards):.3f}, {max(rewards):.3f}]" if len(runs) > 1 else ""
         what = CAUSES[cause].what + ("" if strength == 1 else f", {strength:.0%} of them")
-        compared = verdict(rewards, [reward_until(run, shared[task]) for run in right]) if right else ""
+        compared = verdict(rewards, [reward_until(run, shared) for run in right]) if len(right) > 1 else "-"
         lengths = sorted(len(run.steps) - 1 for run in runs)
         steps = str(lengths[0]) if lengths[0] == lengths[-1] else f"{lengths[0]} to {lengths[-1]}"
         kls = [list(run.curve("mismatch_kl").values()) for run in runs]

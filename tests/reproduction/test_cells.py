@@ -20,6 +20,7 @@ from trl_gptoss.harmony import render_prompt
 ROOT = Path(__file__).parents[2]
 SMALL = {
     "steps": 2, "prompts": 2, "generations": 4, "micro_batches": 2, "train_size": 40, "held_out": 4, "precision": "float32",
+    "tool_tokens": 24,
 }  # fmt: skip
 
 
@@ -43,7 +44,7 @@ def something_to_learn(monkeypatch):
         cells, "REWARDS", {task: [rewards[0], length_reward] for task, rewards in cells.REWARDS.items()}
     )
     monkeypatch.setitem(cells.BUDGETS, "single_turn", (1, 12))
-    monkeypatch.setitem(cells.BUDGETS, "tool", (2, 24))
+    monkeypatch.setitem(cells.BUDGETS, "tool", (2, None))
 
 
 def run(folders, tmp_path, cause, task="single_turn", **settings):

@@ -110,6 +110,11 @@ def test_figures_show_mean_and_spread_of_the_seeds(tmp_path):
     more = figures.figures(read_results(tmp_path))
     assert "30% of the sinks missing" in more["tool_strength_reward.svg"]
     assert more["tool_causes_reward.svg"] == svg
+    for name in ("right", "no_sinks"):
+        write(tmp_path / "other", Cell(task="tool", cause=name, **SMALL, tool_tokens=7), [0.0, 0.5, 0.5])
+    both = figures.all_figures(tmp_path)
+    assert set(both) == {*more, *(f"other/tool_causes_{q}.svg" for q in ("reward", "grad_norm"))}
+    assert "(7 tokens)" in both["other/tool_causes_reward.svg"] and both["tool_causes_reward.svg"] == svg
 
 
 def test_no_figure_has_more_lines_than_colours_and_every_cause_is_in_one():
@@ -135,9 +140,9 @@ def test_without_rows_it_says_what_to_run_and_with_old_figures_that_they_are(tmp
 
 
 def test_the_committed_figures_are_those_of_the_committed_rows():
-    results = read_results(figures.HERE / "results")
-    drawn = figures.figures(results)
-    on_disk = {p.name: p.read_text(encoding="utf-8") for p in figures.FIGURES.glob("*.svg")}
+    drawn = figures.all_figures(figures.HERE / "results")
+    folder = figures.FIGURES
+    on_disk = {p.relative_to(folder).as_posix(): p.read_text(encoding="utf-8") for p in folder.rglob("*.svg")}
     assert on_disk == drawn and drawn
 
 
@@ -157,6 +162,8 @@ def test_the_summary_compares_the_seeds_of_a_cause_with_those_of_everything_righ
     ]
     compared = [found[CAUSES[name].what][7] for name in ("no_sinks", "two_forwards", "router_replay")]
     assert compared == ["below", "no", "above"]
+    alone = [r for r in read_results(tmp_path) if (r.about["cause"], r.about["seed"]) != ("right", "1")]
+    assert all(line.split("|")[7].strip() in ("", "-") for line in summary.lines(alone))  # no spread to be beyond of
     assert found["no sinks"][8:10] == ["0.250 [0.200, 0.300]", "0.500 [0.400, 0.600]"]
     assert all(len(cells) == summary.HEADER.split("\n")[0].count("|") + 1 for cells in found.values())
     write(tmp_path, Cell(task="tool", cause="no_sinks", seed=2, **SMALL), [0.55] * 3)  # one seed among those of right
@@ -164,14 +171,18 @@ def test_the_summary_compares_the_seeds_of_a_cause_with_those_of_everything_righ
     assert "| 3 | 3 |" in again and "| no |" in again
 
 
-def test_rewards_are_compared_at_steps_that_all_have(tmp_path):
+def test_rewards_are_compared_at_steps_that_a_cause_and_everything_right_have(tmp_path):
     seven = {**SMALL, "steps": 7}
     write(tmp_path, Cell(task="tool", cause="right", **seven), [9.0, 0.1, 0.2, 0.3, 0.4, 0.5, 9.0])
     write(tmp_path / "unfinished", Cell(task="tool", cause="no_sinks", **seven), [9.0, 0.4, 0.4, 0.4, 0.4, 0.4])
     results = read_results(tmp_path)
     assert [summary.reward_until(r, 6) for r in results] == pytest.approx([0.3, 0.4])
     right, wrong = summary.lines(results)
-    assert "| 7 | 0.300 |" in right and "| 6 | 0.400 | above |" in wrong
+    assert "| 7 | 2.080 |" in right and "| 6 | 0.400 | - |" in wrong
+    write(
+        tmp_path / "unfinished", Cell(task="tool", cause="dense", **seven), [0.1]
+    )  # takes no steps away from the others
+    assert summary.lines(read_results(tmp_path))[:2] == [right, wrong]
 
 
 def test_the_table_of_the_docs_is_that_of_the_rows():
