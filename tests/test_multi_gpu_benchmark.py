@@ -57,11 +57,22 @@ def test_prediction_with_links_that_cost_nothing_or_everything():
 
 def test_measured_pieces_come_from_the_profiled_step():
     cluster = load("cluster")
-    row = {"case": "a", "profiled": "True", "seconds": "5", "exposed_s": "1", "lengths": "100 100", "gpus": "2"}
+    row = {
+        "case": "a",
+        "profiled": "True",
+        "seconds": "5",
+        "exposed_s": "1",
+        "lengths": "100 100",
+        "gpus": "2",
+        "rows": "short",
+    }
     rates = [{"collective": "all_gather", "gb_per_s": "300"}, {"collective": "all_to_all", "gb_per_s": "200"}]
-    found = cluster.from_rows([row, {**row, "profiled": "False", "seconds": "1"}], rates, "a")
-    assert (found.gpu_seconds, found.lengths) == (4.0, [100])  # two GPUs, two rows in 4 s
-    assert (found.link, found.exchange) == (300e9, 200e9)
+    long = {**row, "rows": "long", "lengths": "900 10", "seconds": "9"}
+    others = [{**row, "profiled": "False", "seconds": "1"}, {**row, "seconds": "6"}]
+    short, longer = cluster.from_rows([long, row, *others], rates, "a")
+    assert (short.gpu_seconds, short.lengths) == (4.0, [100])  # two GPUs, two rows in 4 s
+    assert (longer.gpu_seconds, longer.lengths) == (16.0, [900, 10])
+    assert (short.link, short.exchange) == (300e9, 200e9)
     with pytest.raises(ValueError, match="No profiled step of 'b'"):
         cluster.from_rows([row], rates, "b")
 

@@ -68,23 +68,32 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def from_rows(steps: list[dict[str, str]], collectives: list[dict[str, str]], case: str) -> Pieces:
-    """From the fastest profiled step of `case`, whose rows were shared one after the other by all its GPUs.
+def from_rows(steps: list[dict[str, str]], collectives: list[dict[str, str]], case: str) -> list[Pieces]:
+    """From the fastest profiled step of each kind of rows of `case`, which all its GPUs shared one after the other. Rows of one
+    length are a turn each; of a long and a short one, the turn is both.
 
     Raises:
         ValueError: no profiled step of that case.
     """
-    rows = [row for row in steps if row["case"] == case and row["profiled"] == "True"]
-    if not rows:
+    profiled = [row for row in steps if row["case"] == case and row["profiled"] == "True"]
+    if not profiled:
         raise ValueError(f"No profiled step of {case!r} in the rows.")
-    row = min(rows, key=lambda row: float(row["seconds"]))
+    fastest = {}
+    for row in sorted(profiled, key=lambda row: -float(row["seconds"])):
+        fastest[row["rows"]] = row
+    return [_of_row(row, collectives, case) for _, row in sorted(fastest.items(), reverse=True)]
+
+
+def _of_row(row: dict[str, str], collectives: list[dict[str, str]], case: str) -> Pieces:
     lengths = [int(length) for length in row["lengths"].split()]
+    turns = len(lengths) if len(set(lengths)) == 1 else 1
     rates = {
         name: max(float(c["gb_per_s"]) for c in collectives if c["collective"] == name) * 1e9
         for name in ("all_gather", "all_to_all")
     }
     return Pieces(
-        lengths=lengths[:1], gpu_seconds=(float(row["seconds"]) - float(row["exposed_s"])) / len(lengths) * int(row["gpus"]),
+        lengths=lengths[: len(lengths) // turns],
+        gpu_seconds=(float(row["seconds"]) - float(row["exposed_s"])) / turns * int(row["gpus"]),
         link=rates["all_gather"], exchange=rates["all_to_all"], source=case,
     )  # fmt: skip
 
@@ -126,7 +135,7 @@ def main() -> None:
     args = parser.parse_args()
     turns = [from_one_gpu(lengths) for lengths in TURNS]
     if args.steps is not None:
-        turns = [from_rows(read(args.steps), read(args.collectives), args.case)]
+        turns = from_rows(read(args.steps), read(args.collectives), args.case)
     rows = table(turns, args.network)
     for row in rows:
         print("  ".join(f"{name}={value}" for name, value in row.items()))
