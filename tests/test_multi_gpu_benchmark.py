@@ -61,26 +61,27 @@ def test_measured_pieces_come_from_the_profiled_step():
         "case": "a",
         "profiled": "True",
         "seconds": "5",
-        "exposed_s": "1",
+        "compute_s": "4",
         "lengths": "100 100",
         "gpus": "2",
         "rows": "short",
     }
-    rates = [{"collective": "all_gather", "gb_per_s": "300"}, {"collective": "all_to_all", "gb_per_s": "200"}]
-    long = {**row, "rows": "long", "lengths": "900 10", "seconds": "9"}
-    others = [{**row, "profiled": "False", "seconds": "1"}, {**row, "seconds": "6"}]
-    short, longer = cluster.from_rows([long, row, *others], rates, "a")
+    long = {**row, "rows": "long", "lengths": "900 10", "seconds": "9", "compute_s": "8"}
+    others = [{**row, "profiled": "False", "seconds": "1"}, {**row, "seconds": "6", "compute_s": "3"}]
+    rates = {"all_gather": (200, 300), "reduce_scatter": (250,), "all_to_all": (200,)}
+    collectives = [{"collective": name, "gb_per_s": str(x)} for name, found in rates.items() for x in found]
+    measured = cluster.rates_of(collectives)
+    assert measured == {"link": 250e9, "exchange": 200e9}
+    short, longer = cluster.from_rows([long, row, *others], "a", measured)
     assert (short.gpu_seconds, short.lengths) == (4.0, [100])  # two GPUs, two rows in 4 s
     assert (longer.gpu_seconds, longer.lengths) == (16.0, [900, 10])
-    assert (short.link, short.exchange) == (300e9, 200e9)
     with pytest.raises(ValueError, match="No profiled step of 'b'"):
-        cluster.from_rows([row], rates, "b")
+        cluster.from_rows([row], "b", measured)
 
 
-def test_the_committed_prediction_is_what_the_planner_says_today():
+def test_the_committed_prediction_is_what_the_rows_and_the_planner_say_today():
     cluster = load("cluster")
-    committed = cluster.read(FOLDER / "cluster_prediction.csv")
-    assert committed == cluster.table([cluster.from_one_gpu(lengths) for lengths in cluster.TURNS])
+    assert cluster.read(FOLDER / "cluster_prediction.csv") == cluster.table(cluster.all_turns())
 
 
 JOB = """
