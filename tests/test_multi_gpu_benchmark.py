@@ -57,19 +57,31 @@ def test_prediction_with_links_that_cost_nothing_or_everything():
 
 def test_measured_pieces_come_from_the_profiled_step():
     cluster = load("cluster")
-    row = {"case": "a", "profiled": "True", "seconds": "5", "exposed_s": "1", "lengths": "100 100", "gpus": "2"}
-    rates = [{"collective": "all_gather", "gb_per_s": "300"}, {"collective": "all_to_all", "gb_per_s": "200"}]
-    found = cluster.from_rows([row, {**row, "profiled": "False", "seconds": "1"}], rates, "a")
-    assert (found.gpu_seconds, found.lengths) == (4.0, [100])  # two GPUs, two rows in 4 s
-    assert (found.link, found.exchange) == (300e9, 200e9)
+    row = {
+        "case": "a",
+        "profiled": "True",
+        "seconds": "5",
+        "compute_s": "4",
+        "lengths": "100 100",
+        "gpus": "2",
+        "rows": "short",
+    }
+    long = {**row, "rows": "long", "lengths": "900 10", "seconds": "9", "compute_s": "8"}
+    others = [{**row, "profiled": "False", "seconds": "1"}, {**row, "seconds": "6", "compute_s": "3"}]
+    rates = {"all_gather": (200, 300), "reduce_scatter": (250,), "all_to_all": (200,)}
+    collectives = [{"collective": name, "gb_per_s": str(x)} for name, found in rates.items() for x in found]
+    measured = cluster.rates_of(collectives)
+    assert measured == {"link": 250e9, "exchange": 200e9}
+    short, longer = cluster.from_rows([long, row, *others], "a", measured)
+    assert (short.gpu_seconds, short.lengths) == (4.0, [100])  # two GPUs, two rows in 4 s
+    assert (longer.gpu_seconds, longer.lengths) == (16.0, [900, 10])
     with pytest.raises(ValueError, match="No profiled step of 'b'"):
-        cluster.from_rows([row], rates, "b")
+        cluster.from_rows([row], "b", measured)
 
 
-def test_the_committed_prediction_is_what_the_planner_says_today():
+def test_the_committed_prediction_is_what_the_rows_and_the_planner_say_today():
     cluster = load("cluster")
-    committed = cluster.read(FOLDER / "cluster_prediction.csv")
-    assert committed == cluster.table([cluster.from_one_gpu(lengths) for lengths in cluster.TURNS])
+    assert cluster.read(FOLDER / "cluster_prediction.csv") == cluster.table(cluster.all_turns())
 
 
 JOB = """
