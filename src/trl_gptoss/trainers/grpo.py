@@ -296,13 +296,18 @@ class GptOssGRPOTrainer(
                 samples with the ids of `HarmonyVocabulary.stop_ids`.
 
         Raises:
-            ValueError: rollouts are TRL's own here (another tokenizer, or a `rollout_func`), or the loss cannot be corrected
-                in parts.
+            ValueError: rollouts are TRL's own here (another tokenizer, or a `rollout_func`), it samples with another temperature
+                than the loss reads, or the loss cannot be corrected in parts.
         """
         if self._engine is None:
             raise ValueError(
                 "use_backend needs the Harmony rollouts of this trainer; with another tokenizer, or with a rollout_func, "
                 "completions are made by TRL. Pass a rollout_func instead."
+            )
+        if backend.sampling.temperature != self.temperature:
+            raise ValueError(
+                f"The backend samples with temperature={backend.sampling.temperature}, and the loss takes log-probs with "
+                f"temperature={self.temperature} of the configuration. Make it with SamplingOptions(temperature={self.temperature})."
             )
         if self._correction is not None:
             check_corrected_parts(self.args)
