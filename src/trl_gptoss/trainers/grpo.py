@@ -158,6 +158,12 @@ class GptOssGRPOTrainer(
                     "use_transformers_continuous_batching=True does not work with Harmony rollouts: continuous batching "
                     "knows only the attention names of transformers. Unset it, or use use_vllm=True."
                 )
+        names = [tool.__name__ for tool in tools or ()]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:  # TRL would keep the last one
+            raise ValueError(
+                f"Several tools are called {', '.join(twice)}; a call could not tell them apart. Rename them."
+            )
         environment_factory = bind_environments(environment_factory, args)
         self._before_loading(
             model, args, has_adapters=peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
