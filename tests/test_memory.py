@@ -4,6 +4,7 @@ import csv
 import json
 import subprocess
 import sys
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -244,3 +245,22 @@ def test_command(capsys, tmp_path):
     assert "is no JSON" in capsys.readouterr().err
     GptOssConfig(num_hidden_layers=2).save_pretrained(tmp_path)
     assert cli.main(["plan", "--model", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--lora-experts"], ["--critic", "shared"], ["--method", "full", "--gpus", "8", "--critic", "separate"]],
+)
+def test_the_settings_are_those_of_a_recipe_and_say_what_was_planned(capsys, tmp_path, arguments):
+    from trl import ModelConfig, TrlParser
+
+    from trl_gptoss import GptOssPPOConfig
+
+    assert cli.main(["plan", "--tokens", "8192", *arguments]) == 0
+    recipe = tmp_path / "recipe.yaml"
+    pasted = capsys.readouterr().out.split("settings:\n")[1]
+    recipe.write_text(f"output_dir: out\nuse_cpu: true\nbf16: false\n{textwrap.dedent(pasted)}")
+    args, model_args = TrlParser((GptOssPPOConfig, ModelConfig)).parse_args_and_config(["--config", str(recipe)])
+    assert model_args.use_peft == ("full" not in arguments) and args.activation_checkpointing
+    assert (model_args.lora_target_parameters is not None) == ("--lora-experts" in arguments)
+    assert args.critic == (arguments[-1] if "--critic" in arguments else None)

@@ -168,7 +168,12 @@ def _settings(setup: TrainSetup) -> dict[str, object]:
     if setup.sequence_parallel_size > 1:
         settings["sequence_parallel_size"] = setup.sequence_parallel_size
     if setup.method == "lora":
-        settings |= {"use_peft": True, "lora_r": setup.lora_rank}
+        attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        settings |= {"use_peft": True, "lora_r": setup.lora_rank, "lora_target_modules": attention}
+        if setup.lora_experts:
+            settings["lora_target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    if setup.critic != "none":
+        settings["critic"] = setup.critic
     return settings
 
 

@@ -195,6 +195,8 @@ def test_a_loss_that_cannot_be_corrected_in_parts_refuses_it(tmp_path):
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": "x"}]}] * 2)
     model = tiny_model(attn_implementation="sink_fa3")
     trainer = GptOssGRPOTrainer(model, lambda completions, **k: [0.0] * 2, args, data, processing_class=TOKENIZER)
+    with pytest.raises(ValueError, match="temperature=0.7, and the loss takes log-probs with temperature=1.0"):
+        trainer.use_backend(SglangBackend("http://x", STOP, sampling=SamplingOptions(temperature=0.7)))
     with pytest.raises(ValueError, match="rollout correction keeps"):
         trainer.use_backend(SglangBackend("http://x", STOP))
     assert trainer._only_measures and not isinstance(trainer._engine.backend, SglangBackend)

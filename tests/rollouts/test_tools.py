@@ -119,6 +119,12 @@ def test_a_tool_that_hangs_is_abandoned_and_its_rollout_gets_no_further_calls():
     release.set()
 
 
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_a_limit_that_leaves_no_time_is_refused(timeout):
+    with pytest.raises(ValueError, match="tool_timeout is .* must be positive"):
+        Toolbox(timeout=timeout)
+
+
 def test_a_limit_beyond_what_a_thread_can_wait_is_none(event_loop):
     async def slow():
         return "fine"

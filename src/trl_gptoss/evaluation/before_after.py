@@ -40,7 +40,9 @@ def train_and_measure(trainer: GRPOTrainer, before: Measure, after: Measure) -> 
     args = trainer.args
     file = Path(args.output_dir) / FILE_NAME
     resume = args.resume_from_checkpoint
-    resume = True if str(resume).lower() == "true" else resume  # "true": the last one
+    resume = {"true": True, "false": None}.get(
+        str(resume).lower(), resume
+    )  # a command line's words; true: the last one
     rows: list[dict[str, Any]] = []
     if resume and file.is_file():
         rows = [row for row in json.loads(file.read_text()) if row["policy"].startswith("before")]
@@ -50,8 +52,8 @@ def train_and_measure(trainer: GRPOTrainer, before: Measure, after: Measure) -> 
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(rows, indent=2) + "\n")
     trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model()  # now: a measurement that fails must not cost the model
     rows += [{"policy": "after RL", **row} for row in after()]
-    trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
         file.write_text(json.dumps(rows, indent=2) + "\n")

@@ -58,9 +58,13 @@ class Toolbox:
     hung: bool = False
 
     def __post_init__(self) -> None:
-        if (
-            self.timeout is not None and self.timeout > threading.TIMEOUT_MAX - GRACE
-        ):  # `inf`: no thread can wait so long
+        if self.timeout is None:
+            return
+        if not self.timeout > 0:  # refuses NaN, too
+            raise ValueError(
+                f"tool_timeout is {self.timeout} seconds, it must be positive; an environment may say None."
+            )
+        if self.timeout > threading.TIMEOUT_MAX - GRACE:  # `inf`: no thread can wait so long
             self.timeout = None
 
 

@@ -158,6 +158,12 @@ class GptOssGRPOTrainer(
                     "use_transformers_continuous_batching=True does not work with Harmony rollouts: continuous batching "
                     "knows only the attention names of transformers. Unset it, or use use_vllm=True."
                 )
+        names = [tool.__name__ for tool in tools or ()]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:  # TRL would keep the last one
+            raise ValueError(
+                f"Several tools are called {', '.join(twice)}; a call could not tell them apart. Rename them."
+            )
         environment_factory = bind_environments(environment_factory, args)
         self._before_loading(
             model, args, has_adapters=peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
@@ -296,13 +302,18 @@ class GptOssGRPOTrainer(
                 samples with the ids of `HarmonyVocabulary.stop_ids`.
 
         Raises:
-            ValueError: rollouts are TRL's own here (another tokenizer, or a `rollout_func`), or the loss cannot be corrected
-                in parts.
+            ValueError: rollouts are TRL's own here (another tokenizer, or a `rollout_func`), it samples with another temperature
+                than the loss reads, or the loss cannot be corrected in parts.
         """
         if self._engine is None:
             raise ValueError(
                 "use_backend needs the Harmony rollouts of this trainer; with another tokenizer, or with a rollout_func, "
                 "completions are made by TRL. Pass a rollout_func instead."
+            )
+        if backend.sampling.temperature != self.temperature:
+            raise ValueError(
+                f"The backend samples with temperature={backend.sampling.temperature}, and the loss takes log-probs with "
+                f"temperature={self.temperature} of the configuration. Make it with SamplingOptions(temperature={self.temperature})."
             )
         if self._correction is not None:
             check_corrected_parts(self.args)
