@@ -97,23 +97,26 @@ def measure_layer(
         del layers
 
 
-def measure_decode(rows: Rows, implementations: list[str], experts: list[int]) -> None:
+def measure_decode(rows: Rows, implementations: list[str], experts: list[int], rounds: int) -> None:
+    """Launches decide here, and the host is slower after a capture or a compilation: the implementations take turns."""
+    timers = {"decode": do_bench, "decode_cuda_graph": do_bench_cudagraph}
     for count in experts:
-        for implementation in [*implementations, "batched_mm"]:
-            mlp = build(implementation, count).requires_grad_(False)
-            for T in (1, 8, 64):
-                x = torch.randn(1, T, 2880, device="cuda", dtype=torch.bfloat16)
-                timers = {"decode": do_bench}
-                if implementation != "eager":  # the loop over experts waits for the host
-                    timers["decode_cuda_graph"] = do_bench_cudagraph
-                for case, timer in timers.items():
-                    with torch.no_grad():
-                        ms = timer(lambda mlp=mlp, x=x: mlp(x), return_mode="median")
+        names = [*implementations, "batched_mm"]
+        layers = {name: build(name, count).requires_grad_(False) for name in names}
+        for T in (1, 8, 64):
+            x = torch.randn(1, T, 2880, device="cuda", dtype=torch.bfloat16)
+            for case, timer in timers.items():
+                taken = {name: [] for name in layers if case == "decode" or name != "eager"}  # eager waits for the host
+                for _ in range(rounds):
+                    for name, found in taken.items():
+                        with torch.no_grad():
+                            found.append(timer(lambda mlp=layers[name], x=x: mlp(x), return_mode="median"))
+                for name, found in taken.items():
                     rows.add(
-                        case=case, implementation=implementation, experts=count, tokens=T, mode="eval",
-                        ms=round(ms, 4), tflops="", peak_gib="",
+                        case=case, implementation=name, experts=count, tokens=T, mode="eval",
+                        ms=round(statistics.median(found), 4), tflops="", peak_gib="",
                     )  # fmt: skip
-            del mlp
+        del layers
 
 
 def measure_article(rows: Rows, implementations: list[str]) -> None:
@@ -187,14 +190,14 @@ def main() -> None:
     parser.add_argument("--experts", type=int, nargs="*", default=[32, 128])
     parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 8192, 32768])
     parser.add_argument("--modes", nargs="*", choices=WORK, default=list(WORK), help="of `layer`")
-    parser.add_argument("--rounds", type=int, default=3, help="of `layer`")
+    parser.add_argument("--rounds", type=int, default=3, help="of `layer` and `decode`")
     parser.add_argument("--out", type=Path, default=Path("experts.csv"))
     args = parser.parse_args()
     rows = Rows(args.out)
     if args.case in ("layer", "all"):
         measure_layer(rows, args.implementations, args.experts, args.tokens, args.modes, args.rounds)
     if args.case in ("decode", "all"):
-        measure_decode(rows, args.implementations, args.experts)
+        measure_decode(rows, args.implementations, args.experts, args.rounds)
     if args.case in ("article", "all"):
         measure_article(rows, args.implementations)
     if args.case in ("lora", "all"):
