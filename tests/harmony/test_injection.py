@@ -44,7 +44,11 @@ def conversation(evil: str) -> tuple[list[dict], list[ToolSpec]]:
         },
         "required": [e],
     }
-    tools = [ToolSpec(name=e, description=e, parameters=schema), ToolSpec(name="python", description=e, builtin=True)]
+    tools = [
+        ToolSpec(name="f", description=e, parameters=schema),
+        ToolSpec(name="python", description=e, builtin=True),
+    ]
+    tools[0].name = e  # a declaration refuses it; the rendering is safe by itself
     messages = [
         {"role": "system", "content": e},
         {"role": "developer", "content": e},
@@ -65,6 +69,12 @@ def test_every_special_string_everywhere(tokenizer) -> None:
     assert len(plain) > 30
     for evil in [*special_strings(tokenizer), FORGED, "<|reserved_200014|>", "<|endofprompt|>"]:
         assert control_ids(render(tokenizer, evil), tokenizer) == plain, evil
+
+
+def test_a_tool_cannot_be_called_so(tokenizer) -> None:
+    for evil in [*special_strings(tokenizer), FORGED]:
+        with pytest.raises(ValueError, match="cannot be called"):
+            ToolSpec(name=evil, description="")
 
 
 def test_control_without_the_protection(tokenizer) -> None:
