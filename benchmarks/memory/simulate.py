@@ -97,7 +97,14 @@ def fake_attention() -> None:
 
 def fake_experts() -> None:
     """gptoss_fused's CUDA path, whose allocations are real, with launches that do nothing."""
-    names = ("triton", "triton.language", "triton.tools", "triton.tools.tensor_descriptor", "triton.runtime")
+    names = (
+        "triton",
+        "triton.language",
+        "triton.tools",
+        "triton.tools.ragged_tma",
+        "triton.tools.tensor_descriptor",
+        "triton.runtime",
+    )
     with mock.patch.dict(sys.modules, {name: mock.MagicMock() for name in names}):
         from trl_gptoss.experts import cuda_path
 

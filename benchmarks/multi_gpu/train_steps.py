@@ -140,7 +140,7 @@ class Writer(TrainerCallback):
         lengths = self.case.generations[generation]
         # one process works on its rows in micro-steps, several on all of them in one
         lengths = lengths if WORLD > 1 else [lengths[number % per_generation]]
-        memory, seconds = self._predictions(lengths)
+        memory, seconds = self._predictions(lengths, number % per_generation > 0)
         traced = self.trainer.traced.get(number, {})
         columns = ["compute_s", "exposed_s", *(f"{prefix}{kind}_s" for kind in KINDS for prefix in ("", "exposed_"))]
         self.rows.add(
@@ -155,17 +155,20 @@ class Writer(TrainerCallback):
             tiny=self.tiny, trl=metadata.version("trl"),
         )  # fmt: skip
 
-    def _predictions(self, lengths: list[int]) -> tuple[Any, float]:
-        """Memory of the largest micro-batch, and seconds of the step: shared rows one after the other, own ones at once."""
+    def _predictions(self, lengths: list[int], later: bool) -> tuple[Any, float]:
+        """Memory of the worst pass, and seconds of the step: shared rows one after the other, own ones at once. `later`: an
+        earlier micro-step has left its gradients."""
         shape = ModelShape.from_config(self.trainer._base_model.config.get_text_config())
-        setups = [self._setup(length) for length in lengths]
+        passes = enumerate(lengths)
+        setups = [self._setup(length, later or self.ranks.shared and row > 0) for row, length in passes]
         seconds = [predict_step_time(shape, setup).total for setup in setups]
-        largest = max(setups, key=lambda s: s.tokens)
-        return predict_memory(shape, largest), sum(seconds) if self.ranks.shared else max(seconds)
+        worst = max((predict_memory(shape, setup) for setup in setups), key=lambda memory: memory.total)
+        return worst, sum(seconds) if self.ranks.shared else max(seconds)
 
-    def _setup(self, tokens: int) -> TrainSetup:
+    def _setup(self, tokens: int, accumulates: bool) -> TrainSetup:
         # FSDP2 is applied before the trainer sees the model, so it does not know of it
-        return replace(self.trainer._setup(tokens), sharding=self.ranks.sharding, master_weights=False)
+        setup = self.trainer._setup(tokens, accumulates=accumulates)
+        return replace(setup, sharding=self.ranks.sharding, master_weights=False)
 
 
 @contextlib.contextmanager

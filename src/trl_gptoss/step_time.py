@@ -22,7 +22,7 @@ WINDOW_FORWARD, WINDOW_BACKWARD = 6.7e-9, 15e-9  # kernels/sink_fa3/benchmarks/w
 # norms, rotary embedding, residuals and fp32 adapters of one pass: what the other parts leave of the 24 layers in
 # benchmarks/experts/body_h200.csv
 ELEMENTWISE, ELEMENTWISE_FUSED = 0.31e-6, 0.18e-6
-ALL_TO_ALL = 293e9  # bytes per second and GPU, two H200 over NVLink
+ALL_TO_ALL = 293e9  # bytes per second and GPU, two H200 over NVLink: benchmarks/multi_gpu/collectives_h200.csv has 294
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

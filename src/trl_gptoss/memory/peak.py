@@ -58,7 +58,13 @@ def predict_memory(shape: ModelShape, setup: TrainSetup) -> MemoryPrediction:
         unsharded = 2 * shape.layer_parameters * HALF  # the layer at work and the one fetched ahead
         if setup.method == "full":
             unsharded += shape.layer_parameters * (FLOAT if setup.master_weights else HALF)
-        parts["gathered layers"] = max(unsharded, shape.embedding_parameters * HALF)
+        if (
+            setup.sharding == "fsdp2"
+        ):  # embedding and head are its root unit, which is whole from the first to the last layer
+            parts["gathered layers"] = unsharded
+            parts["gathered root"] = (shape.embedding_parameters + _input_embedding(shape)) * HALF
+        else:
+            parts["gathered layers"] = max(unsharded, shape.embedding_parameters * HALF)
     return MemoryPrediction(parts={name: round(size) for name, size in parts.items() if size}, worst=worst)
 
 
