@@ -64,7 +64,7 @@ class Job:
 
 AGREEMENT = [
     "one,full", "ddp,P,full", "fsdp2,P,full,checkpointing", "fsdp2_master,P,full", "wrong,first_sinks", "one,lora",
-    "ddp,P,lora,checkpointing", "fsdp2,1,full", "ddp,1,full", "wrong,summed_gradient",
+    "ddp,P,lora,checkpointing", "fsdp2,1,full", "ddp,1,full", "wrong,summed_gradient", "ddp,1,lora,checkpointing", "ddp,P,lora",
 ]  # fmt: skip
 
 
