@@ -73,7 +73,7 @@ def run(what: str) -> None:
         sequence_parallel_size=2 if how == "sp" else 1,
         critic_epochs=2 if how == "epochs" else 1,
         use_cpu=how != "zero3",  # asked for the CPU, Accelerate leaves DeepSpeed out without a word
-        ddp_backend="gloo",
+        ddp_backend="gloo" if WORLD > 1 else None,
         lora=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if critic == "lora" else None,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=4 // WORLD,
