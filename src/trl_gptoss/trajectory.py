@@ -106,7 +106,8 @@ class Trajectory:
 
     @property
     def routing(self) -> np.ndarray | None:
-        """(prompt + completion - 1, L, k) uint8 experts of all ids but the last, or `None` if a turn has none."""
+        """(prompt + completion - 1, L, k) uint8 experts of all ids but the last, or `None` if a turn has none. Where an
+        engine gave up behind the results of a tool, they end before the last sampled id."""
         if not self.turns or any(turn.routing is None for turn in self.turns):
             return None
         return np.concatenate([turn.routing for turn in self.turns])

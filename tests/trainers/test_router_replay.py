@@ -11,7 +11,7 @@ from tiny_policy import byte_tokenizer, tiny_model
 from transformers import GptOssForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOTrainer
 
-from trl_gptoss.rollouts import DamagedRouting
+from trl_gptoss.rollouts import DamagedRouting, Observation, Sample, SampleEnd, ToolCall
 from trl_gptoss.rollouts.transformers_backend import TransformersBackend
 from trl_gptoss.routing import capture_routing, replay_routing
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer
@@ -200,6 +200,47 @@ def test_packed_rows_take_the_experts_of_their_own_tokens(tmp_path, monkeypatch,
         torch.testing.assert_close(packed_grads[name], gradient, rtol=1e-4, atol=1e-6)
     for name in ("loss", "router_replay/own_choice_differs", "rollout_correction/kl_k3"):
         assert packed_entry[name] == pytest.approx(entry[name], rel=1e-4) and abs(entry[name]) > 1e-3
+
+
+class GivesUp(TransformersBackend):
+    """Samples one turn of each rollout, and nothing behind its tool's answer."""
+
+    def generate(self, prompts, max_new_tokens, *args):
+        if all(prompt[-1] == ANSWER for prompt in prompts):
+            return [Sample(ids=[], logps=[], end=SampleEnd.ABORT) for _ in prompts]
+        return super().generate(prompts, [min(3, n) for n in max_new_tokens], *args)
+
+
+class AlwaysCalls:
+    """Every turn is a call, whatever was sampled."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def parse(self, ids, toolbox):
+        parsed = self.inner.parse(ids, toolbox)
+        parsed.calls = [ToolCall(name="none", arguments={}, raw_arguments="{}")]
+        return parsed
+
+    def observe(self, calls, results):
+        return Observation(ids=[40, ANSWER], messages=[])
+
+
+ANSWER = 41
+
+
+def test_rollouts_that_end_with_the_answer_of_a_tool_are_replayed_up_to_their_last_turn(tmp_path, monkeypatch):
+    trainer = build(tmp_path, router_replay="rollout", max_steps=1)
+    trainer._engine.backend.__class__ = GivesUp
+    trainer._engine.turn_format = AlwaysCalls(trainer._engine.turn_format)
+    trainer._engine.stop_ids = list(range(trainer.model.config.vocab_size))
+    kept = kept_inputs(monkeypatch)
+    trainer.train()
+    [inputs] = kept
+    recorded = inputs["routed_experts"][:, :, 0, 0] != 255
+    sampled = inputs["tool_mask"] * inputs["completion_mask"]
+    expected = inputs["prompt_mask"].sum(1) + sampled.sum(1) - 1
+    assert (sampled.sum(1) < inputs["completion_mask"].sum(1)).all() and torch.equal(recorded.sum(1), expected)
 
 
 def test_with_the_right_experts_there_is_nothing_to_correct(tmp_path):

@@ -84,7 +84,8 @@ class RouterReplayMixin(PaddingFreeMixin):
             routes = row["trajectories"].routing if "trajectories" in row else row.get("routed_experts")
             if "trajectories" not in row:
                 routes = check_routing(routes, self._router, prompt, tokens - prompt)
-            batch_BSLk[i, first : first + tokens - 1] = routes
+            # All but the last token; fewer where the engine gave up behind the answer of a tool, which then predicts nothing.
+            batch_BSLk[i, first : first + len(routes)] = routes
         return torch.from_numpy(batch_BSLk).to(output["prompt_ids"].device)
 
     def training_step(
