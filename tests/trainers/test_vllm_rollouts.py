@@ -34,7 +34,7 @@ def reward(completion_ids, **kwargs):
     return [float(sum(ids) % 11) for ids in completion_ids]
 
 
-def trainer(folder, server, model=None, reward_funcs=reward, **settings):
+def trainer(folder, server, model=None, reward_funcs=reward, evaluated=None, **settings):
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(16)])
     settings = {
         **ON_CPU,
@@ -55,6 +55,7 @@ def trainer(folder, server, model=None, reward_funcs=reward, **settings):
         reward_funcs,
         GptOssGRPOConfig(str(folder), **settings),
         data,
+        eval_dataset=None if evaluated is None else data.select(range(evaluated)),
         processing_class=byte_tokenizer(),
     )
 
@@ -167,6 +168,39 @@ def test_weights_that_changed_without_a_step_are_sent_when_a_run_begins(tmp_path
         run.model.lm_head.weight.add_(1.0)
     run.train()
     assert len(policy.calls) == 1 + 3
+
+
+def test_an_evaluation_after_the_best_model_was_loaded_samples_from_that_one(tmp_path, server, policy):
+    scores = iter([1.0, -1.0])  # the first is the better one
+    run = trainer(
+        tmp_path,
+        server,
+        evaluated=2,
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_score",
+        greater_is_better=True,
+        per_device_eval_batch_size=2,
+        num_generations_eval=1,
+    )
+    evaluate = run.evaluation_loop
+
+    def scored(*args, **kwargs):
+        result = evaluate(*args, **kwargs)
+        result.metrics["eval_score"] = next(scores, 0.0)
+        return result
+
+    run.evaluation_loop = scored
+    run.train()
+    assert run.state.best_model_checkpoint.endswith("checkpoint-1")
+    ours = dict(run.model.named_parameters())
+    assert any(not torch.equal(p, ours[name]) for name, p in policy.model.named_parameters())
+    run.evaluate()
+    assert all(torch.equal(p, ours[name]) for name, p in policy.model.named_parameters())
 
 
 class TwoTurns:

@@ -66,12 +66,18 @@ class TrlGeneration:
 
 
 class _SyncAgain(TrainerCallback):
-    """A run may begin with other weights than those that were sampled from before (a resumed one does)."""
+    """A run may begin with other weights than those that were sampled from before (a resumed one does), and end with others
+    (`load_best_model_at_end`)."""
 
     def __init__(self, sync: WeightSync) -> None:
         self.sync = sync
 
     def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.sync.invalidate()
+
+    def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.sync.invalidate()
