@@ -259,6 +259,28 @@ def test_a_backend_that_may_be_called_from_threads_gets_one_request_per_rollout(
         run(episodes([lambda: "x"] * 2), ServerStream(Down(call_thrice)))
 
 
+def test_a_batch_that_was_broken_off_leaves_nothing_to_the_next_one():
+    class Fails(ScriptedBackend):
+        def generate(self, prompts, max_new_tokens, sampling=None):
+            if prompts[0][0] == 0:
+                raise ConnectionError("the server is gone")
+            time.sleep(0.1)  # behind the failure
+            return super().generate(prompts, max_new_tokens)
+
+    class Stream(ThreadStream):
+        collective = False
+        sampling = ScriptedBackend(call_thrice).sampling
+
+    stream = Stream(Fails(lambda prompt, rng: [100 + prompt[0], RETURN]))
+    with pytest.raises(ConnectionError):
+        run(episodes([lambda: "x"] * 3), stream)
+    batch = episodes([lambda: "x"] * 3)
+    for i, episode in enumerate(batch):
+        episode.trajectory.prompt_ids = [10 + i]
+    run(batch, stream)
+    assert [e.trajectory.turns[0].policy_ids[0] for e in batch] == [110, 111, 112]
+
+
 class Ranks:
     """Ranks as threads. A rank that asks more or less often than the others breaks the barrier."""
 

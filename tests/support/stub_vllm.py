@@ -25,6 +25,8 @@ class StubPolicy:
     Attributes:
         skip (`set[str]`): names whose new values are dropped, as by a sync that forgets them.
         wrong (`float`): added to the log-probs of scoring, as by a kernel that computes otherwise.
+        keeps_prefixes (`bool`): the prefix cache cannot be reset.
+        resets (`list[str]`): paths of the requests to reset it.
         calls (`list[tuple]`): (method, policy version) of all RPCs that carry weights.
     """
 
@@ -33,6 +35,8 @@ class StubPolicy:
         self.version = ""
         self.skip: set[str] = set()
         self.wrong = 0.0
+        self.keeps_prefixes = False
+        self.resets: list[str] = []
         self.calls: list[tuple[str, str]] = []
         self.parts: list[bytes] = []
         self.seen: list[dict] = []
@@ -158,8 +162,9 @@ class StubServer:
             return 200, {"choices": [self.policy.complete(body)]}
         if path == "/collective_rpc":
             return 200, {"results": [getattr(self.policy, body["method"])(*body["args"])]}
-        if path == "/reset_prefix_cache":
-            return 200, {"success": True}
+        if path.startswith("/reset_prefix_cache"):
+            self.policy.resets.append(path)
+            return 200, {"success": not self.policy.keeps_prefixes}
         return 404, {"detail": "Not Found"}
 
     def stop(self) -> None:

@@ -129,12 +129,20 @@ def streamed(folder):
         polls += 1
         if 3 <= polls <= 5:  # in the middle of the others
             stream.submit(polls, requests[polls])
+    for key in range(3):  # a batch that is broken off
+        stream.submit(key, requests[key])
+    stream.poll(0.0)
+    left = [engine.llm.llm_engine.get_num_unfinished_requests(), engine.llm.reset_prefix_cache()]
+    run.weight_sync.invalidate()
+    run._sync_vllm_weights()
+    left += [engine.llm.llm_engine.get_num_unfinished_requests(), engine.llm.reset_prefix_cache()]
     run.train()
     return {
         "stream": type(stream).__name__,
         "batch": batch,
         "streamed": [seen[key].ids for key in range(6)],
         "polls": polls,
+        "left": left,
         "logs": [{k: v for k, v in e.items() if "rollout_correction" in k} for e in run.state.log_history],
     }
 

@@ -135,6 +135,8 @@ def test_requests_join_while_others_are_decoded_and_the_mismatch_is_measured(pyt
     seen = run(python, tmp_path, "streamed")
     assert seen["stream"] == "ColocateStream" and seen["streamed"] == seen["batch"]
     assert seen["polls"] > 20  # steps of the engine, not batches
+    # Of a batch that was broken off, whose prefixes vLLM would have kept; and behind a sync.
+    assert seen["left"] == [3, False, 0, True]
     steps = [entry for entry in seen["logs"] if entry]
     assert len(steps) == 2
     for entry in steps:

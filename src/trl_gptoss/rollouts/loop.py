@@ -154,6 +154,7 @@ class _Run:
         self.episodes = episodes
         self.backend = backend
         self.stream = backend if isinstance(backend, SampleStream) else WaveStream(backend, any_rank_running)
+        self.stream.reset()
         self.turn_format = turn_format
         self.tools = tools
         self.limits = limits

@@ -56,6 +56,10 @@ class SampleStream(Protocol):
         """Samples finished since the last call; go on for about `wait` seconds if there are none."""
         ...
 
+    def reset(self) -> None:
+        """Forget all requests. Called before every batch: one that was broken off must not reach the next one."""
+        ...
+
 
 class WaveStream:
     """A [`SampleStream`] on top of a backend that samples a batch from start to end.
@@ -93,6 +97,10 @@ class WaveStream:
         self.patience = min(max(_PATIENCE * (time.monotonic() - start), _LEAST_PATIENCE), _MOST_PATIENCE)
         return list(zip(wave, samples, strict=True))
 
+    def reset(self) -> None:
+        """See [`SampleStream.reset`]."""
+        self._queued = {}
+
 
 class ThreadStream:
     """A [`SampleStream`] on top of a backend whose `generate` may be called from several threads at once: a server.
@@ -124,7 +132,7 @@ class ThreadStream:
         threading.Thread(target=ask, daemon=True).start()
 
     def reset(self) -> None:
-        """Forget all requests, so that a batch that failed cannot reach the next one."""
+        """See [`SampleStream.reset`]. Requests that were sent go on, and nobody takes what comes back."""
         self.waiting = 0
         self._done = queue.SimpleQueue()
 

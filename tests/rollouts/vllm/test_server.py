@@ -119,6 +119,15 @@ def test_weights_arrive(server, policy, tmp_path, transport, file_bytes):
     assert Snapshot(tmp_path).files("run:0") is None and Snapshot(tmp_path).files("run:1")
 
 
+def test_new_weights_leave_no_prefix_of_the_former_ones(server, policy, tmp_path):
+    ours = engine(server, tmp_path)
+    synced(ours, tiny_model(seed=5), "run:0")
+    assert policy.resets == ["/reset_prefix_cache?reset_running_requests=true"]
+    policy.keeps_prefixes = True
+    with pytest.raises(RuntimeError, match="did not give up the prefixes"):
+        synced(ours, tiny_model(seed=6), "run:1")
+
+
 def test_the_score_is_that_of_the_new_weights(server, tmp_path):
     ours, new = engine(server, tmp_path), tiny_model(seed=5).eval()
     ids = [3, 50, 99, 7, 120]

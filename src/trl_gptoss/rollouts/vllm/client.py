@@ -112,9 +112,21 @@ class VllmClient:
                 f"{error}\nIf it says that there is no 'policy_describe', start the server with\n    {SERVER_COMMAND}"
             ) from error
 
-    def reset_prefix_cache(self) -> None:
-        """Forget what was computed with the former weights."""
-        self.post("/reset_prefix_cache", {})
+    def reset_prefix_cache(self, tells: bool) -> None:
+        """Forget what was computed with the former weights, by requests that still run, too: they begin again.
+
+        Args:
+            tells (`bool`): the server says whether it did (0.26 and later).
+
+        Raises:
+            RuntimeError: it did not.
+        """
+        answer = self.post("/reset_prefix_cache?reset_running_requests=true", {})
+        if tells and not answer.json()["success"]:
+            raise RuntimeError(
+                f"The vLLM server at {self.base_url} did not give up the prefixes that were computed with the former "
+                "weights: something else holds them (see its log). Restart it, and resume the run from its last checkpoint."
+            )
 
     # ---- tokens ----
 

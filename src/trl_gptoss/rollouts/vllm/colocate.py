@@ -71,6 +71,7 @@ class ColocateEngine:
         self.group = tensor_parallel_group
         self.sleeps = sleeps
         self._names = itertools.count()
+        self._running: set[str] = set()  # requests of `add` that are not finished
         self.collective = tensor_parallel_group is not None
         self.info = EngineInfo.of(llm.collective_rpc("policy_describe")[0])
         self._asleep = False
@@ -96,12 +97,21 @@ class ColocateEngine:
     # ---- weights ----
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: str) -> None:
-        """See [`VllmEngine.load`]."""
+        """See [`VllmEngine.load`].
+
+        Raises:
+            RuntimeError: vLLM kept the prefixes of the former weights.
+        """
+        self.abort()  # vLLM forgets no prefix while a request runs
         self.llm.collective_rpc("policy_load", args=(weights, policy_version))
         if self._asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self._asleep = False
-        self.llm.reset_prefix_cache()
+        if self.llm.reset_prefix_cache() is False:  # the probe would not see it: scoring takes nothing from the cache
+            raise RuntimeError(
+                "vLLM did not give up the prefixes that were computed with the former weights: requests other than the "
+                "trainer's are running in its engine. Let them finish, or abort them."
+            )
 
     def checksums(self) -> list[dict[str, int]]:
         """See [`VllmEngine.checksums`]."""
@@ -149,11 +159,20 @@ class ColocateEngine:
         params.output_kind = RequestOutputKind.FINAL_ONLY
         name = f"rollout-{next(self._names)}"
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        self._running.add(name)
         return name
 
     def step(self) -> list[tuple[str, Sample]]:
         """Decode one token of every running request. Returns the samples that are finished, by the names of `add`."""
-        return [(o.request_id, _sample_of(o)) for o in self.llm.llm_engine.step() if o.finished]
+        finished = [output for output in self.llm.llm_engine.step() if output.finished]
+        self._running.difference_update(output.request_id for output in finished)
+        return [(output.request_id, _sample_of(output)) for output in finished]
+
+    def abort(self) -> None:
+        """Give up the requests of `add` that are not finished: a batch that was broken off has left them."""
+        if self._running:
+            self.llm.llm_engine.abort_request(sorted(self._running))
+            self._running.clear()
 
     def _params(self, limit: int, options: SamplingOptions) -> "SamplingParams":
         from vllm import SamplingParams

@@ -72,7 +72,6 @@ class ServerEngine(ThreadStream):
 
     def wake(self) -> bool:
         """See [`VllmEngine.wake`]. A server does not sleep."""
-        self.reset()
         return False
 
     def sleep(self) -> None:
@@ -84,7 +83,7 @@ class ServerEngine(ThreadStream):
         """See [`VllmEngine.load`]. Called on the main process alone."""
         if self.transport == "nccl":
             self.sender.send(self.client, weights, policy_version)
-            self.client.reset_prefix_cache()
+            self._forget_prefixes()
         else:
             self.snapshot.write(weights, policy_version)
             self._retry(lambda: self._load_snapshot(policy_version), policy_version)
@@ -102,7 +101,10 @@ class ServerEngine(ThreadStream):
             for number, path in enumerate(files):
                 self.client.rpc("policy_receive_bytes", number, base64.b64encode(Path(path).read_bytes()).decode())
             self.client.rpc("policy_load_received", len(files), policy_version)
-        self.client.reset_prefix_cache()
+        self._forget_prefixes()
+
+    def _forget_prefixes(self) -> None:
+        self.client.reset_prefix_cache(self.info.version.has("reset_prefix_cache_json"))
 
     def checksums(self) -> list[dict[str, int]]:
         """See [`VllmEngine.checksums`]."""

@@ -63,8 +63,13 @@ class ColocateStream:
         """See [`SampleStream.poll`]: at least one step of the engine, and more until a sample is finished."""
         end = time.monotonic() + wait
         while self._keys:
-            # What a batch that was broken off has left in the engine is not in `_keys`.
+            # A user's own requests to the engine are not in `_keys`.
             found = [(self._keys.pop(name), sample) for name, sample in self.engine.step() if name in self._keys]
             if found or time.monotonic() >= end:
                 return found
         return []
+
+    def reset(self) -> None:
+        """See [`SampleStream.reset`]."""
+        self.engine.abort()
+        self._keys = {}
