@@ -369,6 +369,10 @@ def test_what_cannot_work_is_refused(tmp_path):
         build(tmp_path, router_replay="rollout", sequence_parallel_size=2)
     with pytest.raises(ValueError, match="Set on_policy='auto'"):
         build(tmp_path, router_replay="old", on_policy="off")
+    for settings in ({"steps_per_generation": 2}, {"num_iterations": 2}):  # TRL's old log-probs, which replay nothing
+        with pytest.raises(ValueError, match="would compare two functions. Set on_policy='auto'"):
+            build(tmp_path, router_replay="rollout", on_policy="off", **settings)
+    build(tmp_path, router_replay="rollout", on_policy="off")
     qwen = Qwen2ForCausalLM(
         Qwen2Config(vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     )

@@ -277,6 +277,13 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, VllmRolloutConfig,
                 "router_replay='old' replays the forward that on_policy='auto' takes for the old log-probs; with "
                 "on_policy='off' that is TRL's, which records nothing. Set on_policy='auto'."
             )
+        used = self.steps_per_generation * self.num_iterations
+        if self.router_replay == "rollout" and self.on_policy == "off" and self.gradient_accumulation_steps % used:
+            raise ValueError(
+                f"router_replay='rollout' with on_policy='off', and a generation batch is used for {used} micro-batches, of which "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps} make an optimizer step: the old log-probs are TRL's, "
+                "at the router's own choice, and the ratio would compare two functions. Set on_policy='auto'."
+            )
         correction_options(self)
         check_freeze(self.freeze)
         self._check_padding_free()
