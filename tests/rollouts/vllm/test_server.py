@@ -176,6 +176,31 @@ def test_a_restarted_server_gets_the_weights_again_and_the_rollouts_go_on(server
     assert torch.allclose(torch.tensor(samples[0].logps), expected, atol=1e-5)
 
 
+def test_requests_wait_while_a_restarted_server_gets_its_weights(server, policy, tmp_path, monkeypatch):
+    ours = engine(server, tmp_path)
+    synced(ours, tiny_model(seed=5), "run:0")
+    ours.generate([[9]], [1])
+    fresh, loading, asked = StubPolicy(tiny_model()), threading.Event(), []  # with the checkpoint's weights
+    load, complete = fresh.policy_load_files, fresh.complete
+
+    def slowly(*args):
+        loading.set()
+        time.sleep(0.5)
+        load(*args)
+
+    monkeypatch.setattr(fresh, "policy_load_files", slowly)
+    monkeypatch.setattr(fresh, "complete", lambda body: asked.append(fresh.version) or complete(body))
+    handle, failures = server.handle, [503]
+    server.policy = fresh
+    monkeypatch.setattr(server, "handle", lambda *a: (failures.pop(), {}) if failures else handle(*a))
+    first = threading.Thread(target=ours.generate, args=([[20] * 4], [3]))
+    first.start()
+    assert loading.wait(10.0)
+    ours.generate([[21] * 4], [3])  # a rollout whose tool has just answered
+    first.join()
+    assert asked == ["run:0", "run:0"]
+
+
 def test_a_hiccup_does_not_send_the_weights_again(server, policy, tmp_path, monkeypatch):
     ours = engine(server, tmp_path)
     synced(ours, tiny_model(), "run:0")

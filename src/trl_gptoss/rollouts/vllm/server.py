@@ -115,6 +115,8 @@ class ServerEngine(ThreadStream):
     def _retry(self, ask: Callable[[], T], policy_version: str) -> T:
         """Ask again if the server was lost and has come back, with the weights of this policy."""
         for _ in range(_RECOVERIES):
+            with self._recovering:  # a server that has just come back samples from its checkpoint
+                pass
             try:
                 return ask()
             except EngineLost:
