@@ -12,7 +12,9 @@ told to leave them as they are; everything else is the trainer's.
 import os
 import random
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
@@ -24,6 +26,7 @@ from tiny_policy import tiny_model
 from torch.distributed.tensor import DTensor
 
 from trl_gptoss.parallelism import assert_sharded, shard_mesh, shard_model
+from trl_gptoss.trainers.critic_optimizer import CriticOptimizer
 
 torch.set_num_threads(1)
 FOLDER = Path(sys.argv[1])
@@ -91,13 +94,11 @@ def run(what: str) -> None:
         for name, parameter in sorted(trainer.model.named_parameters()):
             if "lora_B" in name:
                 parameter.normal_(std=0.1, generator=generator)
-    if broken:  # the control: every process keeps the gradient of its own rows
-        from trl_gptoss.trainers.critic_optimizer import CriticOptimizer
-
-        CriticOptimizer._average_local_gradients = lambda self: None
     if how == "fsdp2":
         shard(trainer)
-    trainer.train()
+    # the control: every process keeps the gradient of its own rows
+    with patch.object(CriticOptimizer, "_average_local_gradients", lambda self: None) if broken else nullcontext():
+        trainer.train()
     curves = {
         name: logged(trainer, name)
         for name in ("value_loss", "policy_loss", "explained_variance", "returns/mean", "advantages/std")
