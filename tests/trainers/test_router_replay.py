@@ -118,8 +118,8 @@ def kept_inputs(monkeypatch):
     return kept
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_forward_takes_the_experts_that_the_sampler_reports(tmp_path, monkeypatch, checkpointing):
+def build_tampered(tmp_path, checkpointing, **settings):
+    """One step on rollouts whose experts the router would not choose."""
     trainer = build(
         tmp_path,
         router_replay="rollout",
@@ -128,8 +128,15 @@ def test_the_forward_takes_the_experts_that_the_sampler_reports(tmp_path, monkey
         rollout_correction_level="token",
         rollout_correction_mode="truncate",
         max_steps=1,
+        **settings,
     )
     trainer._engine.backend.__class__ = Tampering
+    return trainer
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_forward_takes_the_experts_that_the_sampler_reports(tmp_path, monkeypatch, checkpointing):
+    trainer = build_tampered(tmp_path, checkpointing)
     kept = kept_inputs(monkeypatch)
     [(_, grads, used)] = gradients(trainer, monkeypatch)
     [inputs] = kept
@@ -140,9 +147,8 @@ def test_the_forward_takes_the_experts_that_the_sampler_reports(tmp_path, monkey
     assert torch.equal(used[recorded].long(), reported.sort(-1).values[recorded])
     assert all(grads[f"model.layers.{i}.mlp.router.weight"].abs().sum() > 0 for i in range(2))
     [entry] = [e for e in trainer.state.log_history if "loss" in e]
-    assert (
-        entry["router_replay/own_choice_differs"] > 0.9
-    )  # not 1: layer 2 sees what the wrong experts of layer 1 gave
+    # not 1: layer 2 sees what the wrong experts of layer 1 gave
+    assert entry["router_replay/own_choice_differs"] > 0.9
     # The log-probs are those of other experts: the mismatch that the replay of the right ones would have removed.
     assert entry["rollout_correction/kl_k3"] > 1e-6
 
@@ -174,18 +180,7 @@ def test_packed_rows_take_the_experts_of_their_own_tokens(tmp_path, monkeypatch,
     """At experts that the router would not choose: loss, log-probs and gradients are those of the padded rows."""
     seen = {}
     for name, chosen in (("padded", {"padding_free": False}), ("packed", settings)):
-        trainer = build(
-            tmp_path,
-            model=tiny_model(attn_implementation="sink_fa3"),
-            router_replay="rollout",
-            gradient_checkpointing=checkpointing,
-            gradient_checkpointing_kwargs={"use_reentrant": False},
-            rollout_correction_level="token",
-            rollout_correction_mode="truncate",
-            max_steps=1,
-            **chosen,
-        )
-        trainer._engine.backend.__class__ = Tampering
+        trainer = build_tampered(tmp_path, checkpointing, model=tiny_model(attn_implementation="sink_fa3"), **chosen)
         scored = forwards_of_packed_rows(trainer)
         with monkeypatch.context() as patch:
             kept = kept_inputs(patch)

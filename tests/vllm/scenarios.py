@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from cpu_settings import ON_CPU
 from datasets import Dataset
 from peft import LoraConfig
 from tiny_policy import byte_tokenizer, tiny_model
@@ -63,6 +64,7 @@ def reward(completion_ids, **kwargs):
 def trainer(folder, model=None, reward_funcs=reward, peft_config=None, **settings):
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": f"say {i}"}], "number": i} for i in range(32)])
     settings = {
+        **ON_CPU,
         "use_vllm": True,
         "vllm_max_model_length": 512,
         "vllm_importance_sampling_correction": False,
@@ -71,13 +73,6 @@ def trainer(folder, model=None, reward_funcs=reward, peft_config=None, **setting
         "max_steps": 6,
         "max_rollout_tokens": 24,
         "learning_rate": 1e-2,
-        "bf16": False,
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
         **settings,
     }
     return GptOssGRPOTrainer(

@@ -40,9 +40,8 @@ def train_and_measure(trainer: GRPOTrainer, before: Measure, after: Measure) -> 
     args = trainer.args
     file = Path(args.output_dir) / FILE_NAME
     resume = args.resume_from_checkpoint
-    resume = {"true": True, "false": None}.get(
-        str(resume).lower(), resume
-    )  # a command line's words; true: the last one
+    # a command line's words; true: the last one
+    resume = {"true": True, "false": None}.get(str(resume).lower(), resume)
     rows: list[dict[str, Any]] = []
     if resume and file.is_file():
         rows = [row for row in json.loads(file.read_text()) if row["policy"].startswith("before")]

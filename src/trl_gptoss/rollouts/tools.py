@@ -208,9 +208,8 @@ class ToolSession:
             for call in calls:
                 try:
                     results.append(self.runner.run_one(toolbox, call, deadline))
-                except (
-                    Exception
-                ) as error:  # a system without threads or memory: unanswered, the rollout waits for ever
+                # a system without threads or memory: unanswered, the rollout waits for ever
+                except Exception as error:
                     text = f"error: {call.name} could not run: {type(error).__name__}: {error}"
                     results.append(ToolResult(name=call.name, arguments=call.raw_arguments, text=text, failed=True))
             self._done.put((key, results))
