@@ -11,11 +11,8 @@ mistake is of that kind. A calculator takes the sandbox's place.
 """
 
 import argparse
-import csv
-import datetime
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -28,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from critic_updates import ROOT, Calculator, register_executor, retool  # noqa: E402
+from critic_updates import ROOT, Calculator, append, register_executor, retool, stamp  # noqa: E402
 
 from trl_gptoss import GptOssPPOTrainer  # noqa: E402
 from trl_gptoss.tasks.retool import OPERATORS, WORDINGS, compute  # noqa: E402
@@ -106,17 +103,8 @@ def measure(batches: list[Batch], tokenizer: PreTrainedTokenizerBase) -> dict[st
     return {**found, "mean_return": returns.mean(), **shares}
 
 
-def write(path: Path, row: dict[str, Any]) -> None:
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    stamp = {"date": datetime.date.today().isoformat(), "commit": git.stdout.strip()}
-    stamp |= {"machine": f"{os.cpu_count()} CPU cores", "torch": torch.__version__}
-    row = stamp | {name: round(v, 4) if isinstance(v, float) else v for name, v in row.items()}
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(row))
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+def rounded(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
 
 
 def main() -> None:
@@ -132,11 +120,11 @@ def main() -> None:
         record(args.folder, args.seed, args.steps, settings)
         return
     tokenizer = AutoTokenizer.from_pretrained(args.folder)
-    batches = load(args.folder)
+    batches, here = load(args.folder), stamp(f"{os.cpu_count()} CPU cores")
     for first in range(0, len(batches), 10):
         part = batches[first : first + 10]
         steps = {"recorded": args.recorded, "first_step": first + 1, "last_step": first + len(part)}
-        write(args.out, steps | measure(part, tokenizer))
+        append(args.out, here | steps | rounded(measure(part, tokenizer)))
 
 
 if __name__ == "__main__":

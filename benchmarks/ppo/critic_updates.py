@@ -32,7 +32,6 @@ from trl_gptoss.environments.executor import ExecutionResult, register_executor 
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 SETTINGS = ("critic_epochs", "critic_mini_batches", "critic_learning_rate", "critic_warmup_steps", "lr_scheduler_type")
-FIELDS = ["date", "commit", "machine", "torch", "executor", "seed", *SETTINGS, "step", "reward", "explained_variance"]
 
 
 class Calculator:
@@ -64,15 +63,29 @@ def value(node: ast.expr) -> int:
     raise ValueError("only sums, differences and products of integers")
 
 
+def stamp(machine: str) -> dict[str, str]:
+    """What every row says about where it comes from."""
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    commit = os.environ.get("BENCHMARK_COMMIT", git.stdout.strip())
+    today = datetime.date.today().isoformat()
+    return {"date": today, "commit": commit, "machine": machine, "torch": torch.__version__}
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Write a row, below a header if the file is new."""
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(row))
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
 class Recorder(TrainerCallback):
     """One row per step, written at once."""
 
     def __init__(self, path: Path, machine: str) -> None:
-        self.path = path
-        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        commit = os.environ.get("BENCHMARK_COMMIT", git.stdout.strip())
-        today = datetime.date.today().isoformat()
-        self.stamp = {"date": today, "commit": commit, "machine": machine, "torch": torch.__version__}
+        self.path, self.stamp = path, stamp(machine)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs = state.log_history[-1]
@@ -80,21 +93,8 @@ class Recorder(TrainerCallback):
             return
         measured = {name: round(logs[name], 4) for name in ("reward", "explained_variance")}
         settings = {name: getattr(args, name) for name in SETTINGS}
-        new = not self.path.exists()
-        with self.path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            if new:
-                writer.writeheader()
-            writer.writerow(
-                {
-                    **self.stamp,
-                    "executor": args.executor,
-                    "seed": args.seed,
-                    **settings,
-                    "step": logs["step"],
-                    **measured,
-                }
-            )
+        run = {"executor": args.executor, "seed": args.seed, **settings}
+        append(self.path, {**self.stamp, **run, "step": logs["step"], **measured})
 
 
 def main() -> None:
