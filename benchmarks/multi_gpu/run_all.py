@@ -6,9 +6,9 @@
 
 A phase has jobs that may run beside each other, each a process group of its own with a limit in seconds: one that hangs or
 crashes costs the others nothing. With GPUs, the jobs of the next phase are started at the same time and wait with their imports
-done (`ahead.py`), and the whole may be started so and wait for the file that MULTI_GPU_GO names. Lines are written as they come; every few seconds they are put together in FOLDER as `agreement.csv`,
-`curves.csv`, `collectives.csv`, `steps.csv` and `colocated.csv`, and at the end `summary.py` prints what they say. `log.txt` has the
-end of the output of all jobs.
+done (`ahead.py`), and the whole may be started so and wait for the file that MULTI_GPU_GO names. Lines are written as they
+come; every few seconds they are put together in FOLDER as `agreement.csv`, `curves.csv`, `collectives.csv`, `steps.csv` and
+`colocated.csv`, and at the end `summary.py` prints what they say. `log.txt` has the end of the output of all jobs.
 """
 
 import argparse
