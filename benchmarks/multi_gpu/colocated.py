@@ -1,14 +1,15 @@
 """GRPO with vLLM on the GPUs that train the 20B: syncs, probes, sleep; one process per GPU, started by `run_all.py`.
 
     torchrun --nproc_per_node 2 colocated.py FOLDER --case full
+    python colocated.py FOLDER --case lora_one
 
-Width and depth of gpt-oss-20b, random weights, FSDP2 over all ranks, the trainer and the weight sync as they are, short
-rollouts. Every rank writes a line per optimizer step to `FOLDER/colocated_<case>_<rank>.csv`:
+Width and depth of gpt-oss-20b, random weights, FSDP2 over all ranks (one rank: none), the trainer and the weight sync as they are,
+short rollouts. Every rank writes a line per optimizer step to `FOLDER/colocated_<case>_<rank>.csv`:
 
     step_s = rollout_s (wake_weights_s, sync_s with wake_kv_cache_s in it, probe_s, sampling, sleep_s) + train_s + optimizer_s + rest
 
-The first PROBED syncs are followed by a probe, which stops the run if one tensor of the engine is stale; `sync_s` of the
-others is that of a run with `vllm_probe_every=0` (the probe's checksums of what is sent are part of the sync). `changed` counts
+All syncs but those of the steps PLAIN are followed by a probe, which stops the run if one tensor of the engine is stale; `sync_s` of
+the others is that of a run with `vllm_probe_every=0` (the probe's checksums of what is sent are part of the sync). `changed` counts
 the tensors, experts one by one, whose checksum is another than at the probe before: a stale one would be among them.
 `*_gib` is all memory in use on the rank's GPU while the engine samples, after it went to sleep, and when the optimizer is through.
 """
@@ -46,8 +47,8 @@ from trl_gptoss.parallelism import assert_sharded, shard_mesh, shard_model
 from trl_gptoss.rollouts.vllm.versions import installed_version
 from trl_gptoss.tiny.vocabulary import small_tokenizer
 
-PROBED, PLAIN = 10, 3  # steps with and without a probe after the sync
-ROLLOUTS, GROUP, TOKENS = 8, 4, 128  # rollouts of a rank, of a prompt; tokens after the prompt
+STEPS, PLAIN = 13, (4, 8, 12)  # optimizer steps, and those of them without a probe after the sync
+ROLLOUTS, GROUP, TOKENS = 8, 4, 64  # rollouts of a rank, of a prompt; tokens after the prompt
 LAYERS, VOCABULARY = 24, 201088
 
 
@@ -60,21 +61,28 @@ class Case:
         tensor_parallel_size (`int`): ranks that share an engine.
         learning_rate (`float`): With which bf16 weights change from step to step (most of the 20B's move by 1e-5 only if
             they are small: half a unit in the last place of 0.017 is 3e-5).
+        optim (`str`, *optional*, defaults to `"adamw_torch_fused"`): Its states are bf16, too. One GPU has no room for those of
+            AdamW in full fine-tuning (39 GiB of weights, as much of gradients, twice as much of states).
     """
 
     method: str
     tensor_parallel_size: int
     learning_rate: float
+    optim: str = "adamw_torch_fused"
 
 
 CASES = {
     "full": Case(method="full", tensor_parallel_size=1, learning_rate=1e-5),
     "lora_tp": Case(method="lora", tensor_parallel_size=2, learning_rate=5e-4),
+    "lora_one": Case(method="lora", tensor_parallel_size=1, learning_rate=5e-4),
+    "full_one": Case(method="full", tensor_parallel_size=1, learning_rate=1e-5, optim="adafactor"),
 }
+SHARDING = "fsdp2" if WORLD > 1 else "none"
+BACKEND = None if WORLD == 1 else "nccl" if ON_GPU else "gloo"  # with one, Accelerate expects a process group
 
 
 def build(case: Case, folder: str, tiny: bool) -> GptOssGRPOTrainer:
-    """The trainer, its policy sharded, with its engine."""
+    """The trainer, its policy sharded if there are several ranks, with its engine."""
     width, layers, vocabulary = ("tiny", 4, 1024) if tiny else ("20b", LAYERS, VOCABULARY)
     engine: dict[str, Any] = {"enforce_eager": True}
     if ON_GPU:
@@ -97,22 +105,24 @@ def build(case: Case, folder: str, tiny: bool) -> GptOssGRPOTrainer:
             per_device_train_batch_size=ROLLOUTS,
             num_generations=GROUP,
             generation_kwargs={"ignore_eos": True},
-            max_steps=PROBED + PLAIN,
+            max_steps=STEPS,
             max_rollout_tokens=tokens,
             activation_checkpointing=True,
             learning_rate=case.learning_rate,
+            optim=case.optim,
             lr_scheduler_type="constant",
             router_aux_loss_coef=0.0,
             bf16=True,
             use_cpu=not ON_GPU,
-            ddp_backend="nccl" if ON_GPU else "gloo",
+            ddp_backend=BACKEND,
             **QUIET,
         ),
         Dataset.from_list(QUESTIONS),
         processing_class=small_tokenizer(),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=ATTENTION) if case.method == "lora" else None,
     )
-    assert_sharded(shard_model(trainer.model, shard_mesh("cuda" if ON_GPU else "cpu")))
+    if SHARDING == "fsdp2":
+        assert_sharded(shard_model(trainer.model, shard_mesh("cuda" if ON_GPU else "cpu")))
     return trainer
 
 
@@ -212,7 +222,7 @@ class Writer(TrainerCallback):
             "rollout": spent["rollout"], "train": spent["forward_backward"] - spent["rollout"], "optimizer": spent["optimizer"],
         }  # fmt: skip
         self.rows.add(
-            case=self.name, gpus=WORLD, rank=RANK, method=self.case.method, sharding="fsdp2",
+            case=self.name, gpus=WORLD, rank=RANK, method=self.case.method, sharding=SHARDING, optim=self.case.optim,
             tensor_parallel_size=self.case.tensor_parallel_size, layers=self.trainer._base_model.config.num_hidden_layers,
             learning_rate=self.case.learning_rate, rollouts=ROLLOUTS, tokens=args.max_rollout_tokens, step=state.global_step,
             **{f"{name}_s": round(value, 4) for name, value in seconds.items()},
@@ -223,8 +233,7 @@ class Writer(TrainerCallback):
             weights_gib=round(self._weights() / GIB, 3), rollout_gib=round(self.gib["rollout"], 2),
             asleep_gib=round(self.gib["asleep"], 2), train_gib=round(in_use(), 2), tiny=self.tiny, vllm=installed_version(),
         )  # fmt: skip
-        if state.global_step == PROBED:
-            self.sync.probe_every = 0
+        self.sync.probe_every = int(state.global_step + 1 not in PLAIN)
 
     def _weights(self) -> int:
         """Bytes of what is sent."""
@@ -234,7 +243,7 @@ class Writer(TrainerCallback):
 def run(name: str, folder: Path, tiny: bool) -> None:
     torch.manual_seed(0)  # shards of one model on all ranks
     began = time.perf_counter()
-    with sharded_by_hand("fsdp2"):
+    with sharded_by_hand(SHARDING):
         trainer = build(CASES[name], str(folder / f"colocated_{name}"), tiny)
         print(
             f"# rank {RANK}: engine and policy after {time.perf_counter() - began:.1f} s, {in_use():.1f} GiB",
@@ -242,7 +251,8 @@ def run(name: str, folder: Path, tiny: bool) -> None:
         )
         trainer.add_callback(Writer(name, trainer, Rows(folder / f"colocated_{name}_{RANK}.csv"), tiny))
         trainer.train()
-    dist.barrier()
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def main() -> None:
@@ -253,7 +263,7 @@ def main() -> None:
     args = parser.parse_args()
     wait()
     if ON_GPU:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     code = 0
     try:
         run(args.case, args.folder, args.tiny)

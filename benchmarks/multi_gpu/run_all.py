@@ -79,14 +79,13 @@ def steps(*cases: str, **options) -> Job:
     return Job(name=f"steps {cases[0]}", script="train_steps.py", words=words, **options)
 
 
-def colocated(case: str, limit: int) -> Job:
+def colocated(case: str, **options) -> Job:
     own = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }  # fmt: skip
     return Job(
-        name=f"colocated {case}", script="colocated.py", words=["FOLDER", "--case", case], limit=limit, environment=own,
-        needs="vllm",
+        name=f"colocated {case}", script="colocated.py", words=["FOLDER", "--case", case], environment=own, needs="vllm", **options,
     )  # fmt: skip
 
 
@@ -115,8 +114,10 @@ PHASES = {
     "full": [steps("full_fsdp2_sp", limit=90)],
     "more": [steps("full_fsdp2_sp_12", "full_fsdp2_dp_12", "lora_fsdp2_sp", "lora_fsdp2_dp", limit=120)],
     "long": [steps("lora_one_long", launcher="python", limit=80)],
-    "colocated": [colocated("full", limit=180)],
-    "colocated_tp": [colocated("lora_tp", limit=150)],
+    "colocated": [colocated("full", limit=220)],
+    "colocated_tp": [colocated("lora_tp", limit=180)],
+    "colocated_one": [colocated("lora_one", launcher="python", limit=180)],
+    "colocated_one_full": [colocated("full_one", launcher="python", limit=180)],
 }
 
 
@@ -167,7 +168,7 @@ def environment(job: Job, args: argparse.Namespace, gpus: int) -> dict[str, str]
         if not job.launcher.startswith(("zero3", "fsdp2")):
             own["ACCELERATE_USE_CPU"] = "true"
     elif job.launcher == "python":
-        own["CUDA_VISIBLE_DEVICES"] = str(job.gpu)
+        own["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[job.gpu]
     return own
 
 
