@@ -435,6 +435,7 @@ def test_a_sum_of_tokens_may_pass_the_clamp(level):
         ({"veto": 1.5}, "veto=1.5"),
         ({"clamp": 100.0}, "clamp=100.0"),
         ({"token_cap": -1.0}, "token_cap=-1.0"),
+        ({"token_cap": 0.9}, "token_cap=0.9 lies below 1"),
         ({"channel_names": ("final",)}, "both or neither"),
         ({"channels": torch.zeros(2, 3), "channel_names": ("final",)}, "integer ids"),
         ({"channels": torch.zeros(2, 4, dtype=torch.long), "channel_names": ("final",)}, r"channels.*\(2, 4\)"),

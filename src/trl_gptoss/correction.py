@@ -111,7 +111,7 @@ def rollout_correction(
         veto (`float`, *optional*): a row with a token whose own ratio is below this, in (0, 1), is rejected as a whole in
             every mode: such a token was hardly sampled from this policy. 1e-4 is usual.
         token_cap (`float`, *optional*): with `mask` and `icepop`: tokens that pass are weighted by their own ratio, at most
-            this, instead of by the ratio of `level`.
+            this (at least 1), instead of by the ratio of `level`.
         clamp (`float`, *optional*, defaults to `20.0`): limit of |l| per token before it is summed or averaged, and of
             the exponent of a weight; at most 80. Limits of what it holds lie within e^-clamp and e^clamp. Vetoes and metrics
             see `l` as it is.
@@ -432,6 +432,11 @@ def check_options(
         raise ValueError(
             f"{name}={value} leaves out 1, the ratio where trainer and sampler agree: every token that needs no correction "
             "would be rejected or changed. Set low to at most 1 and high to at least 1."
+        )
+    if token_cap is not None and token_cap < 1:
+        raise ValueError(
+            f"token_cap={token_cap} lies below 1, the ratio where trainer and sampler agree: every token that needs no correction "
+            "would lose weight. Set it to at least 1 (2.0 is usual; None for the ratio of `level`)."
         )
     ends_at_clamp = mode == "truncate" or level in ("token", "geometric")  # a sum of tokens does not, its weight does
     limits = {"token_cap": token_cap, **({"low": low, "high": high} if ends_at_clamp else {})}
