@@ -241,7 +241,7 @@ def test_later_mini_batches_and_epochs_compare_with_the_policy_that_sampled(tmp_
 
 
 @pytest.mark.parametrize("critic", CRITICS)
-def test_the_warm_up_trains_the_critic_only(tmp_path, critic):
+def test_the_warm_up_trains_the_critic_only(tmp_path, critic, caplog):
     trainer = build(
         tmp_path, critic=critic, critic_warmup_steps=3, max_steps=3, steps_per_generation=2, weight_decay=0.1
     )
@@ -252,13 +252,14 @@ def test_the_warm_up_trains_the_critic_only(tmp_path, critic):
     moved = [n for n, value in critic_weights(trainer).items() if not torch.equal(value, before[n])]
     assert "head.weight" in moved and (critic == "shared" or len(moved) > 2)
     assert logged(trainer, "critic/warmup") == [1.0] * 3
+    assert "critic_warmup_steps=3 and the run has 3 optimizer steps" in caplog.text
 
 
-def test_the_first_step_after_the_warm_up_is_on_policy(tmp_path):
+def test_the_first_step_after_the_warm_up_is_on_policy(tmp_path, caplog):
     """The warm-up ends inside of a generation batch, whose weights are still those that sampled it."""
     trainer = build(tmp_path, critic_warmup_steps=1, max_steps=4, steps_per_generation=2, ppo_epochs=2)
     trainer.train()
-    assert logged(trainer, "on_policy/forced") == [1, 0, 0]
+    assert logged(trainer, "on_policy/forced") == [1, 0, 0] and "critic_warmup_steps" not in caplog.text
     assert logged(trainer, "ratio/std")[0] == 0 and logged(trainer, "ratio/std")[1] > 1e-4
 
 

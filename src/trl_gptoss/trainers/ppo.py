@@ -3,6 +3,7 @@
 rollouts, rewards (GRPO's) -> values of the critic -> GAE, whitening -> mini-batches: surrogate, then value loss
 """
 
+import logging
 import re
 import textwrap
 from typing import Any
@@ -35,6 +36,8 @@ from .padding_free import ROW_LENGTHS
 from .ppo_config import GptOssPPOConfig
 from .ppo_targets import ppo_targets
 from .value_head import SharedCritic
+
+logger = logging.getLogger(__name__)
 
 _CUT_OFF = {StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.MAX_SECONDS}
 _NO_DECAY = re.compile(r"^head\.|bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -113,6 +116,11 @@ class GptOssPPOTrainer(GptOssGRPOTrainer, CriticPassesMixin):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple:
         result = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if self.args.critic_warmup_steps >= max_steps:
+            logger.warning(
+                f"critic_warmup_steps={self.args.critic_warmup_steps} and the run has {max_steps} optimizer steps: all of them "
+                "train the critic only, and the policy stays as it is. If it is to learn, lower critic_warmup_steps."
+            )
         if self._critic_optimizer is None:
             self._critic_optimizer = CriticOptimizer(
                 self.critic, self.accelerator, self.args, self._make_critic_optimizer
