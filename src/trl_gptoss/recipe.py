@@ -25,7 +25,8 @@ class TaskArguments:
         dataset_name (`str`): what to train on: a generator's name, a Hub id, or a local file or folder.
         dataset_config (`str`, *optional*): configuration of a Hub data set.
         dataset_train_split (`str`, *optional*, defaults to `"train"`): split to train on.
-        dataset_test_split (`str`, *optional*, defaults to `"test"`): split to hold out, where it exists.
+        dataset_test_split (`str`, *optional*, defaults to `"test"`): split to hold out; a fifth of the training split at most where
+            there is no `test`.
         test_dataset_name (`str`, *optional*): another data set to hold out instead: a Hub id, or a local file or folder.
         test_dataset_config (`str`, *optional*): its configuration.
         train_size (`int`, *optional*, defaults to 2000): the most problems to train on.
@@ -38,7 +39,9 @@ class TaskArguments:
     dataset_name: str = field(metadata={"help": "A generator's name, a Hub id, or a local file or folder."})
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
-    dataset_test_split: str = field(default="test", metadata={"help": "Split to hold out, where it exists."})
+    dataset_test_split: str = field(
+        default="test", metadata={"help": "Split to hold out; a fifth of the training split where there is no `test`."}
+    )
     test_dataset_name: str | None = field(
         default=None, metadata={"help": "Another data set to hold out instead: a Hub id, or a local file or folder."}
     )

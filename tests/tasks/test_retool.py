@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trl_gptoss.recipe import TaskArguments
-from trl_gptoss.tasks import retool
+from trl_gptoss.tasks import retool, verify_if
 
 DATA = Path(os.environ.get("TRL_GPTOSS_TEST_DATA", Path(__file__).parents[2] / "../shared/data"))
 
@@ -114,6 +114,18 @@ def test_a_test_split_is_the_held_out_data(tmp_path):
     train, held_out = retool.load_problems(str(tmp_path))
     assert sorted(questions(held_out)) == ["q5", "q6", "q7", "q8"]
     assert sorted(questions(train)) == [f"q{i}" for i in range(5)]  # q5 is asked in the test split
+
+
+@pytest.mark.parametrize("task", [retool, verify_if])
+def test_a_test_split_of_another_name_has_to_be_there(tmp_path, task):
+    for split in ("train", "validation"):
+        row = {"answer": "1", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"n": None}]}
+        rows = [{"prompt": f"q{i}", **row} for i in range(5)]
+        write_jsonl(tmp_path / f"{split}.jsonl", rows)
+    with pytest.raises(
+        ValueError, match=r"splits \['train', 'validation'\], not 'vaildation': set --dataset_test_split"
+    ):
+        task.load_problems(str(tmp_path), test_split="vaildation")
 
 
 def test_unusable_data_says_why(tmp_path):

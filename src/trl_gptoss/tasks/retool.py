@@ -128,8 +128,8 @@ def load_problems(
         dataset_name (`str`, *optional*, defaults to `"arithmetic"`): source, see the top of this file.
         dataset_config (`str`, *optional*): configuration of a Hub data set, e.g. `main` for `openai/gsm8k`.
         train_split (`str`, *optional*, defaults to `"train"`): split to train on, for stored data.
-        test_split (`str`, *optional*, defaults to `"test"`): split to hold out, for stored data. Where it does not exist, or is
-            `train_split`, a fifth of the training split at most is held out; of a test data set with one split, that one.
+        test_split (`str`, *optional*, defaults to `"test"`): split to hold out, for stored data. Where there is no `test`, and
+            where it is `train_split`, a fifth of the training split at most is held out; of a test data set with one split, that one.
         test_dataset_name (`str`, *optional*): another stored data set to hold out instead, e.g. AIME24.
         test_dataset_config (`str`, *optional*): its configuration.
         train_size (`int`, *optional*, defaults to 2000): problems to generate, or the most to take from stored data.

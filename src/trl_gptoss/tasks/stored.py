@@ -47,6 +47,18 @@ def only_split(data: DatasetDict, dataset_name: str, split: str, option: str) ->
     return next(iter(data.values())) if len(data) == 1 else split_of(data, dataset_name, split, option)
 
 
+def held_out_split(data: DatasetDict, dataset_name: str, split: str, train_split: str) -> Dataset | None:
+    """The split to hold out, `None` where that is a part of the training split: `split` is the training split, or it is `"test"`,
+    the default, and not there.
+
+    Raises:
+        `ValueError`: another one that is not there.
+    """
+    if split == train_split or (split == "test" and split not in data):
+        return None
+    return split_of(data, dataset_name, split, "--dataset_test_split")
+
+
 def _answer_text(answer: Any) -> str:
     """An answer column's entry as text, `""` for none; what follows `####` of a GSM8K solution, OlympiadBench's lists joined."""
     if answer is None:
@@ -118,7 +130,7 @@ def train_and_held_out(
 ) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Training pairs in a seeded order and held-out pairs in theirs, without a common question.
 
-    Held out is the test data set if one is named, else the test split, else a fifth of the training split at most.
+    Held out is the test data set if one is named, else `held_out_split`, else a fifth of the training split at most.
 
     Raises:
         `ValueError`, `FileNotFoundError`: see above.
@@ -128,8 +140,8 @@ def train_and_held_out(
     random.Random(seed).shuffle(train)
     if test_dataset_name is not None:
         held_out = evaluation_problems(test_dataset_name, test_dataset_config, test_split)[:held_out_size]
-    elif test_split in data and test_split != train_split:
-        held_out = question_and_answer(data[test_split], dataset_name)[:held_out_size]
+    elif (split := held_out_split(data, dataset_name, test_split, train_split)) is not None:
+        held_out = question_and_answer(split, dataset_name)[:held_out_size]
     else:
         n = min(held_out_size, len(train) // 5)
         held_out, train = train[:n], train[n:]

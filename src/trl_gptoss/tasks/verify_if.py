@@ -28,7 +28,7 @@ from ..rewards import format_reward, instruction_reward
 from ..rewards.instruction_checker import require_if_verifiable, shared_instruction_checker
 from .constraints import GENERATED, SIMPLE, Constraint, contradiction, describe, draw
 from .retool import HELD_OUT_ONE_IN
-from .stored import load, only_split, question_text, split_of
+from .stored import held_out_split, load, only_split, question_text, split_of
 
 logger = logging.getLogger(__name__)
 
@@ -228,8 +228,8 @@ def load_problems(
         random.Random(seed).shuffle(train)
         if test_dataset_name:
             held_out = []
-        elif test_split in data and test_split != train_split:
-            held_out = checkable(stored_rows(data[test_split], dataset_name), dataset_name)
+        elif (split := held_out_split(data, dataset_name, test_split, train_split)) is not None:
+            held_out = checkable(stored_rows(split, dataset_name), dataset_name)
         else:
             n = min(held_out_size, len(train) // 5)
             held_out, train = checkable(train[:n], dataset_name), train[n:]
