@@ -89,6 +89,8 @@ def test_attributes_that_are_read():
         "self._step = 0",
         "self._buffered_inputs = None",
         "self._environment_pool",
+        "self._env_tools[name] = tools + methods",
+        "self._standalone_tools = tools",
         "self._sync_tool_dicts = []",
         "self._async_tool_dicts = []",
         "self.async_loop",

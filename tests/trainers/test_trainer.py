@@ -692,6 +692,8 @@ def test_settings_that_cannot_work_are_refused(tmp_path):
             build(tmp_path, generation_kwargs={name: 2})
     with pytest.raises(ValueError, match="Several tools are called add"):
         build(tmp_path, tools=[add, functools.wraps(add)(lambda a, b: a - b)])
+    with pytest.raises(ValueError, match=r"Counter\.up and one of `tools` have one name"):
+        build(tmp_path, tools=[functools.wraps(Counter.up)(lambda a: a)], environment_factory={"a": Counter})
     with pytest.raises(ValueError, match="has only 200 rows"):
         build(tmp_path, model=tiny_model(vocab_size=200, pad_token_id=0))
     with pytest.raises(ValueError, match="lists of messages"):

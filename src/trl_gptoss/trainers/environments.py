@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections.abc import Callable
 
 from trl.trainer.grpo_trainer import EnvironmentFactory
 
@@ -9,6 +10,35 @@ from ..environments import PythonTool
 from .config import GptOssGRPOConfig
 
 _SETTINGS = ("executor", "tool_timeout", "tool_output_limit")
+
+
+def check_tool_names(tools: list[Callable]) -> None:
+    """A call names its tool: of two with one name TRL keeps the last one without a word.
+
+    Raises:
+        ValueError: two functions of one name.
+    """
+    names = [tool.__name__ for tool in tools]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(
+            f"Several tools are called {', '.join(twice)}; a call could not tell them apart. Rename them."
+        )
+
+
+def check_environment_tools(tools: list[Callable], methods: list[Callable]) -> None:
+    """The same of `tools` and the methods of an environment that go with them.
+
+    Raises:
+        ValueError: a method and a function of one name.
+    """
+    names = {tool.__name__ for tool in tools}
+    common = [method for method in methods if method.__name__ in names]
+    if common:
+        raise ValueError(
+            f"{', '.join(method.__qualname__ for method in common)} and one of `tools` have one name; a call could not tell them "
+            "apart. Rename the function, or leave it out of `tools`."
+        )
 
 
 def bind_environments(

@@ -44,7 +44,7 @@ from ..trajectory import Trajectory
 from .callbacks import RolloutProgressCallback
 from .config import GptOssGRPOConfig
 from .corrected_loss import CorrectionMixin
-from .environments import bind_environments
+from .environments import bind_environments, check_environment_tools, check_tool_names
 from .experts_options import check_experts_options, prepare_experts
 from .freezing import freeze
 from .guards import check_model
@@ -158,12 +158,7 @@ class GptOssGRPOTrainer(
                     "use_transformers_continuous_batching=True does not work with Harmony rollouts: continuous batching "
                     "knows only the attention names of transformers. Unset it, or use use_vllm=True."
                 )
-        names = [tool.__name__ for tool in tools or ()]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:  # TRL would keep the last one
-            raise ValueError(
-                f"Several tools are called {', '.join(twice)}; a call could not tell them apart. Rename them."
-            )
+        check_tool_names(tools or ())
         environment_factory = bind_environments(environment_factory, args)
         self._before_loading(
             model, args, has_adapters=peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
@@ -186,6 +181,8 @@ class GptOssGRPOTrainer(
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        for offered in self._env_tools.values() if self.environment_factories is not None else ():
+            check_environment_tools(self._standalone_tools, offered[len(self._standalone_tools) :])
         self._setup_router_replay(self._base_model)
         same_weights = args.rollout_weights == "trained"
         self._setup_correction(own_policy_samples=not args.use_vllm and rollout_func is None and same_weights)
