@@ -28,6 +28,16 @@ def test_it_is_the_sum_of_a_hash_of_the_bits(dtype, shape, monkeypatch):
     assert int(checksum(tensor)) == oracle(tensor)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int16])
+def test_every_value_of_two_bytes_has_the_hash_of_its_bits(dtype):
+    values = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+    looked_up = checksums._looked_up(values)
+    assert torch.equal(looked_up, checksums._hashes(values)) and looked_up.unique().numel() >= (1 << 16) - 1024
+    assert torch.equal(checksums._looked_up(values[::3]), looked_up[::3])
+    with torch.inference_mode():
+        assert int(checksum(values)) == int(looked_up.sum())
+
+
 def test_layout_fusion_padding_and_sharding_do_not_matter():
     q, k = torch.randn(6, 4), torch.randn(2, 4)
     fused = torch.cat([q, k])
