@@ -30,7 +30,7 @@ pair() { # NAME LIMIT SECONDS OPTIONS...
 }
 pair compiled "$budget" $((budget - 150)) --compiled --hold <"$out/go" &
 wide=$!
-part doctor 110 python benchmarks/vllm/doctor.py --out "$out/doctor.csv" &
+part doctor 125 python benchmarks/vllm/doctor.py --out "$out/doctor.csv" &
 wait $!
 echo go >&3 # alone from here on
 wait $wide
