@@ -380,6 +380,8 @@ def run(args: argparse.Namespace) -> None:
     """One case in this process: import, wait to be told, run."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    cache = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"))
+    os.environ["VLLM_CACHE_ROOT"] = str(cache / args.case)  # cases that compile at once would write to the same files
     import vllm  # noqa: F401
 
     import trl_gptoss.trainers.grpo
