@@ -1,7 +1,7 @@
 """How far bf16 gradients are from float32 when nothing changes but the order of sums: one process, with or without a GPU.
 
-    python rounding.py --out rounding.csv              # two layers of the 20B's width, LoRA
-    python rounding.py --out rounding.csv --small      # 256 wide, for a CPU
+    python rounding.py --out rounding.csv                           # two layers of the 20B's width, LoRA
+    python rounding.py --out rounding.csv --width 256 --short       # for a CPU
 
 The model, the batches and the oracle are those of `agreement.py`; every seed has batches of its own. Nothing is shared among
 ranks here. What is compared:
@@ -44,15 +44,12 @@ from trl_gptoss.routing import capture_routing, replay_routing
 from trl_gptoss.trainers.packed_forward import model_inputs
 from trl_gptoss.trainers.packing import pack
 
-SMALL = {
-    **WIDE,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
+SHAPES = {
+    256: {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32},
+    1440: {"num_attention_heads": 32, "num_key_value_heads": 4},
+    2880: {},
 }
-SMALL_LENGTHS = ([(40, 161), (21, 80)], [(16, 102), (63, 3)])
+SHORT_LENGTHS = ([(40, 161), (21, 80)], [(16, 102), (63, 3)])
 TOKENS, ROUTING = ("whole", "halves", "split"), ("own", "oracle")
 
 
@@ -156,10 +153,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="CSV to append to")
     parser.add_argument("--kind", choices=("lora", "full"), nargs="+", default=["lora"])
     parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--small", action="store_true", help="256 wide")
+    parser.add_argument("--width", type=int, choices=SHAPES, default=2880)
+    parser.add_argument("--short", action="store_true", help="484 tokens, not 4166")
     args = parser.parse_args()
-    sharing.CLIP, sharing.LENGTHS = 1e3, SMALL_LENGTHS if args.small else LENGTHS
-    sharing.SHAPE = SMALL if args.small else WIDE
+    sharing.CLIP, sharing.LENGTHS = 1e3, SHORT_LENGTHS if args.short else LENGTHS
+    sharing.SHAPE = {**WIDE, "hidden_size": args.width, "intermediate_size": args.width, **SHAPES[args.width]}
     rows = Rows(args.out)
     for kind in args.kind:
         exact = sharing.plain_model(kind, torch.bfloat16, torch.float32)
