@@ -1,7 +1,8 @@
 """How far bf16 gradients are from float32 when nothing changes but the order of sums: one process, with or without a GPU.
 
     python rounding.py --out rounding.csv                           # two layers of the 20B's width, LoRA
-    python rounding.py --out rounding.csv --width 256 --short       # for a CPU
+    python rounding.py --out rounding.csv --short --fused-oracle    # for a CPU, 11 GB
+    python rounding.py --out rounding.csv --short --width 256
 
 The model, the batches and the oracle are those of `agreement.py`; every seed has batches of its own. Nothing is shared among
 ranks here. What is compared:
@@ -154,13 +155,19 @@ def main() -> None:
     parser.add_argument("--kind", choices=("lora", "full"), nargs="+", default=["lora"])
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--width", type=int, choices=SHAPES, default=2880)
-    parser.add_argument("--short", action="store_true", help="484 tokens, not 4166")
+    parser.add_argument("--short", action="store_true", help="486 tokens instead of 4166")
+    parser.add_argument(
+        "--fused-oracle", action="store_true", help="float32 on this package's experts, which hold no merged weights"
+    )
     args = parser.parse_args()
     sharing.CLIP, sharing.LENGTHS = 1e3, SHORT_LENGTHS if args.short else LENGTHS
     sharing.SHAPE = {**WIDE, "hidden_size": args.width, "intermediate_size": args.width, **SHAPES[args.width]}
     rows = Rows(args.out)
     for kind in args.kind:
         exact = sharing.plain_model(kind, torch.bfloat16, torch.float32)
+        if args.fused_oracle:
+            (exact.get_base_model() if kind == "lora" else exact).set_experts_implementation("gptoss_fused")
+            fuse_expert_lora(exact)
         model = sharing.policy(kind, torch.bfloat16)
         if kind == "lora":
             fuse_expert_lora(model)
@@ -177,8 +184,8 @@ def main() -> None:
                     whole = whole or gradients
                     errors, apart = relative(gradients, gradients32), relative(gradients, whole)
                     rows.add(
-                        kind=kind, seed=seed, width=sharing.SHAPE["hidden_size"], routing=where, tokens=tokens,
-error_all=f"{errors['all']:.3e}", error_sinks=f"{errors['sinks']:.3e}",
+                        kind=kind, seed=seed, width=args.width, tokens_in_all=sum(map(sum, sum(sharing.LENGTHS, []))), routing=where, tokens=tokens,
+                        error_all=f"{errors['all']:.3e}", error_sinks=f"{errors['sinks']:.3e}",
                         apart=f"{apart['all']:.3e}", loss_error=f"{abs(loss - loss32):.3e}",
                         moved="" if where == "oracle" else f"{moved:.3e}", seconds=round(time.perf_counter() - start, 2),
                     )  # fmt: skip
