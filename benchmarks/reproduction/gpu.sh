@@ -4,7 +4,7 @@
 #   first     the instruction task, right and no sinks, three seeds; then one seed of the other causes, here and single-turn
 #   second    the tool task with rollouts of up to 192 tokens, right and no sinks, three seeds; then seeds that lack with 96
 # MODEL, DENSE: made by pretrain.py (MODEL is made here if it is not there; no dense control without DENSE). WORK: checkpoints.
-# RESULTS: CSVs. SETTINGS: of a cell.
+# RESULTS: CSVs; a folder of your own runs them all anew. SETTINGS: of a cell.
 set -euo pipefail
 limit=${1:-560}
 here=$(dirname "$0")
@@ -30,8 +30,7 @@ cells() {
 python -c "import sys; from trl_gptoss.attention.loading import kernels; sys.exit(kernels().missing is not None)" ||
   python -m trl_gptoss build-kernels
 [ -f "$model/pretrain.json" ] || python "$here/pretrain.py" "$model" --steps 1000 --warm_start_steps 200
-# One short cell by itself: Triton compiles for all of them, and what is missing shows at once. With an empty cache, four cells
-# at the same time measured for 27 to 51 s each before their first step.
+# One short cell by itself: Triton compiles for all of them, and what is missing shows at once.
 [ -f "$work/first/instruction-right-seed0.csv" ] || python "$here/cell.py" --model "$model" --task instruction --cause right \
   "${settings[@]}" --steps 1 --held_out 100 --work "$work/first" --results "$work/first"
 echo "ready after $SECONDS s"
