@@ -10,11 +10,10 @@ nothing. Neither packs rows. Seconds are the median of the steps after the first
 import argparse
 import csv
 import gc
-import os
 import platform
 import random
 import statistics
-import subprocess
+import sys
 import tempfile
 import time
 from datetime import date
@@ -22,9 +21,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from stamp import commit
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
@@ -143,11 +145,9 @@ def measure(args: argparse.Namespace, trl: bool, tokenizer: PreTrainedTokenizerF
 
 
 def stamp(args: argparse.Namespace) -> dict[str, str]:
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    commit = os.environ.get("BENCHMARK_COMMIT", git.stdout.strip())  # where only the files were copied
     hardware = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()} CPU, 1 thread"
     versions = {name: metadata.version(name) for name in ("torch", "transformers", "trl", "peft")}
-    return {"hardware": hardware, **versions, "commit": commit, "date": date.today().isoformat()}
+    return {"hardware": hardware, **versions, "commit": commit(), "date": date.today().isoformat()}
 
 
 def main() -> None:

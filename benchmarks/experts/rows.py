@@ -3,13 +3,15 @@
 import csv
 import datetime
 import importlib.metadata
-import os
-import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+
 import torch
 import transformers
+from stamp import commit, driver
 
 
 def _version(package: str) -> str:
@@ -19,26 +21,18 @@ def _version(package: str) -> str:
         return ""
 
 
-def _first_line(*command: str) -> str:
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return "unknown"
-    return result.stdout.strip().splitlines()[0] if result.returncode == 0 and result.stdout.strip() else "unknown"
-
-
 class Rows:
-    """Appends dictionaries to a CSV file and prints them. An export without git history takes BENCHMARK_COMMIT."""
+    """Appends dictionaries to a CSV file and prints them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.stamp = {
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-            "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "driver": driver(),
             "torch": torch.__version__,
             "triton": _version("triton"),
             "transformers": transformers.__version__,
-            "commit": os.environ.get("BENCHMARK_COMMIT") or _first_line("git", "rev-parse", "--short", "HEAD"),
+            "commit": commit(),
             "date": datetime.date.today().isoformat(),
         }
 

@@ -25,8 +25,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+
 import torch
 import transformers
+from stamp import commit, driver
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Mxfp4Config
 
 from trl_gptoss import save_pretrained_mxfp4
@@ -164,18 +167,13 @@ def everything(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 
 def stamp() -> dict[str, str]:
     """What is needed to repeat a row."""
-
-    def first_line(*command: str) -> str:
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        return result.stdout.strip().splitlines()[0] if result.returncode == 0 and result.stdout.strip() else "unknown"
-
     gpu = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if gpu else "none",
-        "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else "none",
+        "driver": driver() if gpu else "none",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "commit": first_line("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+        "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
 

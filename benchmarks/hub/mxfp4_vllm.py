@@ -10,16 +10,18 @@ import argparse
 import csv
 import datetime
 import os
-import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 import torch
 import transformers
 import vllm
+from stamp import commit
 from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 
 from trl_gptoss import save_pretrained_mxfp4
@@ -99,7 +101,6 @@ def main() -> None:
         dequantised = reference(folder, args.device, quantization_config=Mxfp4Config(dequantize=True))
         unquantised = reference(Path(scratch) / "bf16", args.device)
         served = engine(folder, args.device)
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     row = {
         "tokens": len(served),
         "mean_against_dequantised": f"{(served - dequantised).abs().mean():.4g}",
@@ -110,7 +111,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "commit": os.environ.get("BENCHMARK_COMMIT", git.stdout.strip()),  # where only the files were copied
+        "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
     print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)

@@ -11,7 +11,6 @@ the workspaces of cuBLAS, and buffers inside somebody else's kernels (FlashAtten
 
 import argparse
 import csv
-import subprocess
 import sys
 import weakref
 from collections import Counter
@@ -21,9 +20,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+
 import torch
 import torch._dynamo  # before triton is faked: it looks for triton when it is imported
 from peft import LoraConfig, get_peft_model
+from stamp import commit
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -273,9 +275,8 @@ def main() -> None:
 
 
 def versions() -> dict[str, str]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     found = {name: metadata.version(name) for name in ("torch", "transformers", "trl", "peft")}
-    return {**found, "commit": commit.stdout.strip(), "date": date.today().isoformat()}
+    return {**found, "commit": commit(), "date": date.today().isoformat()}
 
 
 if __name__ == "__main__":

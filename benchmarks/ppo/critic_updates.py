@@ -13,7 +13,6 @@ import csv
 import datetime
 import operator
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -24,8 +23,10 @@ from transformers import TrainerCallback
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
+sys.path.append(str(ROOT / "benchmarks/common"))
 
 import retool  # noqa: E402
+from stamp import commit  # noqa: E402
 
 from trl_gptoss import GptOssPPOTrainer  # noqa: E402
 from trl_gptoss.environments.executor import ExecutionResult, register_executor  # noqa: E402
@@ -65,10 +66,8 @@ def value(node: ast.expr) -> int:
 
 def stamp(machine: str) -> dict[str, str]:
     """What every row says about where it comes from."""
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    commit = os.environ.get("BENCHMARK_COMMIT", git.stdout.strip())
     today = datetime.date.today().isoformat()
-    return {"date": today, "commit": commit, "machine": machine, "torch": torch.__version__}
+    return {"date": today, "commit": commit(), "machine": machine, "torch": torch.__version__}
 
 
 def append(path: Path, row: dict[str, Any]) -> None:

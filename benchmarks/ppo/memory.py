@@ -16,16 +16,17 @@ import csv
 import datetime
 import gc
 import math
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
 
 import peft
 import torch
@@ -33,6 +34,7 @@ import transformers
 import trl
 from datasets import Dataset
 from peft import LoraConfig
+from stamp import commit, driver
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerBase, TrainerCallback
 
 from trl_gptoss import GptOssPPOConfig, GptOssPPOTrainer
@@ -213,21 +215,16 @@ def measure(critic: str, method: str, layers: int, args: argparse.Namespace) -> 
     return found | {"error": round(predicted.total / GIB / peak - 1, 4) if peak else math.nan}
 
 
-def output_of(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
 def versions() -> dict[str, str]:
     return {
         "gpu": torch.cuda.get_device_name() if CUDA else "none",
-        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if CUDA else "none",
+        "driver": driver() if CUDA else "none",
         "attention": active_backend(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "trl": trl.__version__,
         "peft": peft.__version__,
-        # the variable: where only the files were copied
-        "commit": os.environ.get("BENCHMARK_COMMIT") or output_of("git", "rev-parse", "--short", "HEAD"),
+        "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
 

@@ -1,33 +1,17 @@
 """What a row of results says about where it comes from."""
 
-import os
 import platform
-import subprocess
+import sys
 from datetime import date
 from importlib import metadata
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+
 import torch
+from stamp import commit, driver
 
 COLUMNS = ("date", "commit", "hardware", "driver", "python", "torch", "transformers", "trl")
-
-
-def _output(command: list[str]) -> str:
-    """What a program prints, "unknown" if it is not there or fails."""
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return done.stdout.strip().split("\n")[0] if done.returncode == 0 else "unknown"
-
-
-def commit() -> str:
-    """The short hash of the checkout, with "+" if tracked files differ from it. A copy without git history takes it from
-    BENCHMARK_COMMIT, and is "unknown" without that."""
-    if told := os.environ.get("BENCHMARK_COMMIT"):
-        return told
-    found = _output(["git", "describe", "--always", "--match=", "--dirty=+"])
-    return found or "unknown"
 
 
 def machine_info() -> dict[str, str]:
@@ -38,7 +22,7 @@ def machine_info() -> dict[str, str]:
         "date": date.today().isoformat(),
         "commit": commit(),
         "hardware": torch.cuda.get_device_name() if cuda else threads,
-        "driver": _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) if cuda else "none",
+        "driver": driver() if cuda else "none",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),

@@ -47,6 +47,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+
+from stamp import commit
+
 CASES = ("plain", "replay", "cached", "noprobe", "sleep", "lora", "graphs")
 LOGGED = ("step_time", "vllm/", "router_replay/", "bench/", "on_policy/max_log_ratio_recomputed") + tuple(
     f"rollout_correction/{name}" for name in ("kl_k3", "abs_log_ratio", "ess_token", "ess_sequence", "ratio_max")
@@ -429,10 +433,8 @@ def hardware(device: str) -> dict[str, str]:
             versions[package.removesuffix("-cpu")] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    commit = os.environ.get("BENCHMARK_COMMIT", git.stdout.strip())  # where only the files were copied
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    return {**versions, "hardware": name, "commit": commit, "date": datetime.date.today().isoformat()}
+    return {**versions, "hardware": name, "commit": commit(), "date": datetime.date.today().isoformat()}
 
 
 def one_after_another(args: argparse.Namespace, cases: dict[str, list[str]]) -> list[str]:

@@ -12,9 +12,12 @@ import datetime
 import importlib.metadata
 import json
 import platform
-import subprocess
 import sys
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+
+from stamp import commit
 
 SCENARIOS = (
     "colocate_float32",
@@ -37,7 +40,7 @@ def main() -> None:
         "transformers": importlib.metadata.version("transformers"),
         "trl": importlib.metadata.version("trl"),
         "hardware": f"CPU {platform.machine()}, 2 cores",
-        "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip(),
+        "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
     measures = ["probe_mean", "probe_max", "other_experts", "other_experts_without_replay"]
