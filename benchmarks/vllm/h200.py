@@ -464,10 +464,8 @@ def quietest_core() -> int:
         slowest[core] = max(after - before for before, after in zip(ends[1:], ends[2:]))
     os.sched_setaffinity(0, cores)
     best = min(slowest, key=slowest.get)
-    say(
-        "core",
-        f"{best}; slowest loop {slowest[best] * 1e3:.1f} ms, on the others up to {max(slowest.values()) * 1e3:.1f} ms",
-    )
+    worst = max(slowest.values())
+    say("core", f"{best}; slowest loop {slowest[best] * 1e3:.1f} ms, on the others up to {worst * 1e3:.1f} ms")
     return best
 
 
