@@ -22,7 +22,7 @@ Cases run in processes of their own, one after another; all of them import at on
 back (1 2 2 1 1 2 ...), so that a machine that is faster at times is so for all of them. Steps of the same number make a pair:
 the same prompts and seeds, the same number of tokens. `--timeout` ends them between two pairs. What they cost each other is in
 overhead.py. Python's garbage is collected before each step, and what is there at the start never looked at again. The same work took
-20 % more or less host time from turn to turn, in each process by itself: with `--pin` the main threads of all cases are kept on one
+15 % more or less time from turn to turn, in each process by itself: with `--pin` the main threads of all cases are kept on one
 core, the quietest at the start, and all others off it (from the third step on).
 
 Beside what the trainer logs, `bench/`:
