@@ -21,11 +21,12 @@ part() { # NAME SECONDS COMMAND...
     grep -a "^[0-9:]* [a-z]* ends\|^failed\|Error: \|nats)$\|mean_against\|^TRL \|^ours " "$out/$name.txt" | tail -8 | cut -c1-220
 }
 rm -f "$out/go" && mkfifo "$out/go" && exec 3<>"$out/go"
-# Eager steps vary by half with the host: 27 pairs of them left the overhead of replay between -4 and +7 %.
+# Steps vary with the core on which a turn runs: 27 eager pairs left the overhead of replay between -4 and +7 %, 73 compiled ones between
+# 0.3 and 6.2 %. Hence --pin.
 pair() { # NAME LIMIT SECONDS OPTIONS...
     local name=$1 limit=$2 pairs=$3
     shift 3
-    part "$name" "$limit" $h200 --width 20b --rollouts 64 --turns --timeout "$pairs" --cases plain:150 cached:150 --out "$out/h200_$name.csv" "$@"
+    part "$name" "$limit" $h200 --width 20b --rollouts 64 --turns --pin --timeout "$pairs" --cases plain:150 cached:150 --out "$out/h200_$name.csv" "$@"
     python benchmarks/vllm/overhead.py "$out/h200_$name.csv"
 }
 pair compiled "$budget" $((budget - 150)) --compiled --hold <"$out/go" &

@@ -207,12 +207,12 @@ class TwoTurns:
     """Reads a call into every rollout's first turn."""
 
     def __init__(self, inner):
-        self.inner, self.called = inner, set()
+        self.inner, self.called = inner, {}  # keeps the toolboxes, so that no id comes twice
 
     def parse(self, ids, toolbox):
         parsed = self.inner.parse(ids, toolbox)
         if id(toolbox) not in self.called:
-            self.called.add(id(toolbox))
+            self.called[id(toolbox)] = toolbox
             parsed.calls = [ToolCall(name="none", arguments={}, raw_arguments="{}")]
         else:
             parsed.calls = []

@@ -502,11 +502,12 @@ class ThreeTurns:
 
     def __init__(self, inner):
         self.inner = inner
-        self.turns = {}
+        self.turns = {}  # keeps the toolboxes, so that no id comes twice
 
     def parse(self, ids, toolbox):
         parsed = self.inner.parse(ids, toolbox)
-        turn = self.turns[id(toolbox)] = self.turns.get(id(toolbox), 0) + 1
+        turn = self.turns.get(id(toolbox), (0, toolbox))[0] + 1
+        self.turns[id(toolbox)] = turn, toolbox
         toolbox.functions["crash"] = crash
         parsed.calls = [ToolCall(name="crash", arguments={}, raw_arguments="{}")] if turn < 3 else []
         return parsed
