@@ -205,18 +205,39 @@ def test_sorted_copies_in_slices_of_rows(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @runnable
-@pytest.mark.parametrize(("spread", "tokens", "top_k"), [("random", 1, 4), ("foreign", 2, 4), ("one", 3, 2)])
-def test_few_assignments(spread: str, tokens: int, top_k: int) -> None:
-    from trl_gptoss.experts import cuda_path, torch_path
+@pytest.mark.parametrize(
+    ("spread", "tokens", "top_k", "experts", "kernel"),
+    [
+        ("random", 1, 4, 5, "decode"),
+        ("foreign", 2, 4, 5, "decode"),
+        ("one", 3, 2, 5, "decode"),
+        ("random", 9, 3, 5, "few_rows"),
+        ("foreign", 7, 2, 40, "few_rows"),  # more experts than assignments
+        ("one", 21, 3, 40, "few_rows"),  # four row tiles, one of them partly filled
+        ("foreign", 16, 4, 64, "few_rows"),
+        ("nowhere", 10, 2, 3, "few_rows"),
+    ],
+)
+def test_few_assignments(
+    monkeypatch: pytest.MonkeyPatch, spread: str, tokens: int, top_k: int, experts: int, kernel: str
+) -> None:
+    from trl_gptoss.experts import cuda_path, kernels_decode, kernels_few, torch_path
     from trl_gptoss.experts.params import Activation, ExpertParams
 
+    called = []
+    for module, name in ((kernels_decode, "decode"), (kernels_few, "few_rows")):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, n=name, f=original: called.append(n) or f(*a))
+    activation = Activation(*ACTIVATION)
     for hidden, intermediate in ((64, 64), (40, 24)):
-        x, index, weight, params, _ = case(tokens, top_k, 5, hidden, intermediate, spread=spread)
-        assert index.numel() <= cuda_path.MAX_ASSIGNMENTS
-        ours = cuda_path.forward(x, index, weight, params, Activation(*ACTIVATION), keep=False)[0]
+        x, index, weight, params, _ = case(tokens, top_k, experts, hidden, intermediate, spread=spread)
+        ours = cuda_path.forward(x, index, weight, params, activation, keep=False)[0]
         wide = ExpertParams(*(t if t is None else t.double() for t in params))
-        theirs = torch_path.forward(x.double(), index, weight.double(), wide, Activation(*ACTIVATION), keep=False)[0]
+        theirs = torch_path.forward(x.double(), index, weight.double(), wide, activation, keep=False)[0]
         assert (ours.double() - theirs).norm() <= 2e-6 * theirs.norm()
+        sorted_rows = cuda_path.forward(x, index, weight, params, activation, keep=True)[0]
+        torch.testing.assert_close(ours, sorted_rows, rtol=1e-5, atol=1e-5)
+    assert called == [kernel, kernel]
 
 
 @runnable
@@ -298,6 +319,25 @@ class TestOnGpu:
             error, reference = (((r[name].float() - value).norm() / value.norm()).item() for r in (ours, theirs))
             assert error <= 1.05 * reference, f"{name}: {error:.1e}, grouped_mm {reference:.1e}"
             assert "bias" not in name or error <= 6e-3
+
+    @pytest.mark.parametrize(("experts", "tokens"), [(32, 1), (32, 8), (128, 8), (128, 16), (4, 16)])
+    def test_decoding(self, experts: int, tokens: int) -> None:
+        torch.manual_seed(0)
+        x = torch.randn(tokens, 2880, device="cuda", dtype=torch.bfloat16)
+        index = torch.rand(tokens, experts, device="cuda").topk(4).indices
+        weight = torch.rand(tokens, 4, device="cuda", dtype=x.dtype)
+        ours, theirs = (self.layer(name, experts, x.dtype) for name in ("gptoss_fused", "grouped_mm"))
+        with torch.no_grad():
+            exact = self.layer("eager", experts, torch.float32)(x.float(), index, weight.float())
+            found = [layer(x, index, weight) for layer in (ours, theirs)]
+            errors = [((out.float() - exact).norm() / exact.norm()).item() for out in found]
+            assert errors[0] <= 1.05 * errors[1]
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = ours(x, index, weight)
+            index.copy_(index.flip(0))  # other experts than at the capture
+            graph.replay()
+            assert torch.equal(captured, ours(x, index, weight))
 
     def test_second_backward_is_refused_and_tiles_allow_it(self) -> None:
         from trl_gptoss.experts import set_experts_token_chunk

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .kernels_decode import MAX_ASSIGNMENTS, decode
+from . import kernels_decode, kernels_few
 from .kernels_gate import gate_backward
 from .kernels_gemm import grouped_gemm
 from .kernels_route import sort_by_expert
@@ -136,10 +136,11 @@ def forward(
     keep: bool,
 ) -> tuple[torch.Tensor, Saved]:
     """Output (T, H) and, with `keep`, what backward needs."""
-    if index.numel() <= MAX_ASSIGNMENTS and not keep and params.lora_up_in is None and params.lora_down_in is None:
-        return decode(x, index, weight, *params[:4], *activation), Saved(
-            x.new_empty(0), x.new_empty(0), x.new_empty(0)
-        )
+    M = index.numel()
+    if M <= kernels_few.MAX_ASSIGNMENTS and not keep and params.lora_up_in is None and params.lora_down_in is None:
+        short = kernels_decode.decode if M <= kernels_decode.MAX_ASSIGNMENTS else kernels_few.few_rows
+        nothing = x.new_empty(0)
+        return short(x, index, weight, *params[:4], *activation), Saved(nothing, nothing, nothing)
     hidden, saved = to_hidden(x, index, params, activation, keep=keep)
     return from_hidden(hidden, saved, index, weight, params), saved
 
