@@ -23,7 +23,6 @@ from triton.runtime import driver
 from trl_gptoss.experts import (
     cuda_path,
     kernels_decode,
-    kernels_few,
     kernels_gate,
     kernels_gemm,
     kernels_route,
@@ -122,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, default=90)
     parser.add_argument("--experts", type=int, default=32)
-    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 8, 64, 512, 2048, 8192, 32768])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[8, 64, 512, 2048, 8192, 32768])
     parser.add_argument("--rank", type=int, default=0, help="rank of an adapter, a power of two of at least 16")
     parser.add_argument("--candidates", action="store_true", help="also everything that tune_experts would try")
     parser.add_argument("--jobs", type=int, default=1, help="processes; more than one fills Triton's cache faster")
@@ -133,8 +132,7 @@ def main() -> None:
     tuning._table = lambda index: (configs, args.arch >= 90)
     tiles.processors = lambda device: 132
     tiles.can_describe = lambda matrix: args.arch >= 90
-    modules = (kernels_decode, kernels_few, kernels_gate, kernels_gemm, kernels_route, kernels_rowwise, kernels_wgrad)
-    for module in modules:
+    for module in (kernels_decode, kernels_gate, kernels_gemm, kernels_route, kernels_rowwise, kernels_wgrad):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             setattr(module, name, Compiled(getattr(module, name)))
     tasks = [(args.experts, tokens, args.rank, None) for tokens in args.tokens]

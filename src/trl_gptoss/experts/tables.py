@@ -58,7 +58,7 @@ TABLES: dict[str, dict[str, dict[int, tuple]]] = {
         "wgrad_up": {
             64: (128, 256, 64, 8, 3, 8, 1, True, True, True),
             256: (128, 256, 64, 8, 3, 8, 1, True, True, True),
-            1024: (128, 256, 64, 8, 3, 8, 1, True, False, True),
+            1024: (128, 256, 32, 8, 6, 8, 1, True, False, True),
             4096: (128, 256, 64, 8, 3, 8, 1, True, True, True),
         },
         "wgrad_down": {
