@@ -142,6 +142,6 @@ def gate_backward(
         BM=PAD,
         BR=8,
         BC=_COLUMNS,
-        num_warps=4,
+        num_warps=2,
     )
     return dots, partial
