@@ -5,11 +5,15 @@ With --check nothing is written, and the exit status is 1 if a figure is not the
 
 import argparse
 import csv
+import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from transformers import GptOssConfig
+
+from trl_gptoss.memory import ModelShape, TrainSetup, predict_memory
 from trl_gptoss.report.charts import Series, standalone_svg
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,6 +76,28 @@ def planner() -> str:
     return _draw("Peak of a train step in GiB, by configuration (H200)", curves)
 
 
+def shared_rows() -> str:
+    """LoRA on the 20B: GiB above the weights over the GPUs that share a sequence. More than were there are the planner's."""
+    cases = {"lora_one": 1, "lora_one_long": 1, "lora_ddp_sp": 2}
+    shape, gib = ModelShape.from_config(GptOssConfig(num_hidden_layers=24, num_local_experts=32)), 2**30
+    curves = defaultdict(dict)
+    for row in rows("benchmarks/multi_gpu/steps_h200.csv"):
+        tokens = int(row["lengths"].split()[0])
+        if row["case"] in cases and tokens >= 24576:
+            above = float(row["peak_gib"]) - json.loads(row["planner_parts_gib"])["weights"]
+            measured = curves[f"{tokens // 1024}k, measured"]
+            measured[cases[row["case"]]] = max(above, measured.get(cases[row["case"]], 0.0))
+    for tokens in (24576, 131072):
+        for size in (1, 2, 4, 8):
+            setup = TrainSetup(
+                tokens=tokens, num_gpus=size, sequence_parallel_size=size, experts_token_chunk=32768, fused_elementwise=True
+            )  # fmt: skip
+            memory = predict_memory(shape, setup)
+            curves[f"{tokens // 1024}k, planner"][size] = (memory.total - memory.parts["weights"]) / gib
+    points = {label: [(float(size), value) for size, value in curve.items()] for label, curve in curves.items()}
+    return _draw("LoRA step of the 20B: GiB above the weights by GPUs to a sequence (H200)", points)
+
+
 def router_replay() -> str:
     """KL of each step's batch, replayed and not."""
     names = {"rollout_correction/kl_k3": "with replay", "bench/kl_k3_without_replay": "the same batches without"}
@@ -102,6 +128,7 @@ def figures() -> dict[str, str]:
         ),
         "long_mixed.svg": mixed_rows(),
         "planner.svg": planner(),
+        "shared_memory.svg": shared_rows(),
         "router_replay.svg": router_replay(),
     }
 

@@ -67,8 +67,9 @@ def command(cell: Cell, model: Path, work: Path, results: Path, executor: str, b
     return line
 
 
-def run_one(line: list[str], log: Path, seconds: float, threads: int) -> int:
-    """Run a cell for at most `seconds`; its exit status. One that does not stop by itself is asked to, then killed."""
+def run_one(line: list[str], log: Path, seconds: float, threads: int, grace: float) -> int:
+    """Run a cell for at most `seconds`; its exit status. One that does not stop by itself is asked to, `grace` seconds later
+    killed."""
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     with log.open("a", encoding="utf-8") as file:
@@ -78,7 +79,7 @@ def run_one(line: list[str], log: Path, seconds: float, threads: int) -> int:
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGTERM)  # the trainer saves its last finished step
         try:
-            process.wait(timeout=GRACE)
+            process.wait(timeout=grace)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -166,7 +167,8 @@ def run(
             print(f"{cell.name} ...", flush=True)
             log = work / f"{cell.name}.log"
             line = command(cell, models[CAUSES[cell.cause].dense], work, results, executor, left - margin - grace)
-            if run_one(line, log, left - grace, max(1, os.cpu_count() // jobs)) not in (0, UNFINISHED):
+            threads = max(1, os.cpu_count() // jobs)
+            if run_one(line, log, left - grace, threads, grace) not in (0, UNFINISHED):
                 failed[cell.name] = log
 
     with ThreadPoolExecutor(jobs) as pool:

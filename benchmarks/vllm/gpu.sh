@@ -22,10 +22,17 @@ part() { # NAME SECONDS COMMAND...
 }
 rm -f "$out/go" && mkfifo "$out/go" && exec 3<>"$out/go"
 # Eager steps vary by half with the host: 27 pairs of them left the overhead of replay between -4 and +7 %.
-part wide 480 $h200 --width 20b --rollouts 64 --compiled --turns --hold --timeout 330 --cases plain:60 cached:60 --out "$out/h200_compiled.csv" <"$out/go" &
+pair() { # NAME LIMIT SECONDS OPTIONS...
+    local name=$1 limit=$2 pairs=$3
+    shift 3
+    part "$name" "$limit" $h200 --width 20b --rollouts 64 --turns --timeout "$pairs" --cases plain:150 cached:150 --out "$out/h200_$name.csv" "$@"
+    python benchmarks/vllm/overhead.py "$out/h200_$name.csv"
+}
+pair compiled "$budget" $((budget - 150)) --compiled --hold <"$out/go" &
 wide=$!
-part doctor 180 python benchmarks/vllm/doctor.py --out "$out/doctor.csv" &
+part doctor 125 python benchmarks/vllm/doctor.py --out "$out/doctor.csv" &
 wait $!
 echo go >&3 # alone from here on
 wait $wide
+grep -q "cached ends: [0-9][0-9]" "$out/compiled.txt" || pair eager "$budget" $((budget - SECONDS + begun - 50))
 part one_forward 120 python benchmarks/correction/one_forward.py --layers 24 --steps 4 --out "$out/one_forward.csv"

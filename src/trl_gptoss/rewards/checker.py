@@ -18,7 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
+from queue import LifoQueue
 from typing import Any
 
 WALL_CLOCK_FACTOR = 10
@@ -74,8 +74,7 @@ class WorkerPool:
         """End all workers. The next check starts new ones."""
         if self._owner != os.getpid():
             return
-        for _ in range(self.workers):
-            worker = self._idle.get()
+        for worker in [self._idle.get() for _ in range(self.workers)]:
             if worker is not None:
                 worker.kill()
             self._idle.put(None)
@@ -85,7 +84,8 @@ class WorkerPool:
         with self._lock:
             if self._owner != os.getpid():
                 self._owner = os.getpid()
-                self._idle: SimpleQueue[_Worker | None] = SimpleQueue()
+                # Last in, first out: a job goes to a worker that runs, and another is started (seconds) when all are busy.
+                self._idle: LifoQueue[_Worker | None] = LifoQueue()
                 for _ in range(self.workers):
                     self._idle.put(None)
                 atexit.register(self.close)

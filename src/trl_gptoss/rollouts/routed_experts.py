@@ -112,8 +112,12 @@ def _check_layout(routing: np.ndarray, shape: RouterShape, rows: int) -> None:
 def _check_rows(routing: np.ndarray, shape: RouterShape, prompt: int, known: int) -> None:
     if shape.top_k < 2:  # a row of one expert can neither repeat it nor be told from an empty one
         return
+    ordered = np.sort(routing, axis=2)
+    repeated = (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=2)
+    if not repeated.any():  # an empty row repeats 0
+        return
     empty = (routing == 0).all(axis=2)
-    if empty.all() and empty.size:
+    if empty.all():
         raise DamagedRouting("All expert ids are 0: the engine returned a buffer that it never filled.")
     if empty.any():
         token, layer = np.argwhere(empty)[0]
@@ -121,11 +125,8 @@ def _check_rows(routing: np.ndarray, shape: RouterShape, prompt: int, known: int
             f"All expert ids of the {_part(token + known, prompt)} position {token + known}, layer {layer} are 0: it was not recorded. "
             f"{_ADVICE}"
         )
-    ordered = np.sort(routing, axis=2)
-    repeated = (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=2)
-    if repeated.any():
-        token, layer = np.argwhere(repeated)[0]
-        raise DamagedRouting(
-            f"Position {token + known}, layer {layer} has an expert twice: {routing[token, layer].tolist()}. A router chooses "
-            f"{shape.top_k} different ones; the payload is damaged."
-        )
+    token, layer = np.argwhere(repeated)[0]
+    raise DamagedRouting(
+        f"Position {token + known}, layer {layer} has an expert twice: {routing[token, layer].tolist()}. A router chooses "
+        f"{shape.top_k} different ones; the payload is damaged."
+    )

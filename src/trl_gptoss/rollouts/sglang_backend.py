@@ -149,7 +149,11 @@ class DiskWeightSync:
         self.backend = backend
         self.is_main = is_main
         self.wait = wait
-        self._loaded = 0  # the server starts with the weights of step 0
+        self._loaded: int | None = 0  # the server starts with the weights of step 0
+
+    def invalidate(self) -> None:
+        """The weights may have changed without an optimizer step, as `load_best_model_at_end` does."""
+        self._loaded = None
 
     def __call__(self) -> None:
         step = self.step()

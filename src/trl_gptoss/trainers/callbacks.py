@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..rollouts.sglang_backend import DiskWeightSync, SglangBackend
 
 
 class RolloutProgressCallback(ProgressCallback):
@@ -25,3 +27,20 @@ class RolloutProgressCallback(ProgressCallback):
             shown = {short: logs[name] for name, short in self.SHOWN.items() if logs.get(name) is not None}
             if shown:
                 self.training_bar.set_postfix({short: f"{value:.2f}" for short, value in shown.items()})
+
+
+class SendAgainCallback(TrainerCallback):
+    """A run may end with other weights than those of its last step (`load_best_model_at_end`): SGLang gets them again.
+
+    Args:
+        backend ([`SglangBackend`]): what samples.
+    """
+
+    def __init__(self, backend: SglangBackend) -> None:
+        self.backend = backend
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if isinstance(self.backend.sync_weights, DiskWeightSync):
+            self.backend.sync_weights.invalidate()

@@ -38,10 +38,11 @@ from ..hub.adapters import train_sinks
 from ..hub.publish import check_save_format
 from ..parallelism import keep_float32_results
 from ..rollouts import GenerationBackend, RolloutLimits, ToolRunner
+from ..rollouts.sglang_backend import SglangBackend
 from ..rollouts.transformers_backend import TransformersBackend
 from ..rollouts.vllm.stream import rollout_backend
 from ..trajectory import Trajectory
-from .callbacks import RolloutProgressCallback
+from .callbacks import RolloutProgressCallback, SendAgainCallback
 from .config import GptOssGRPOConfig
 from .corrected_loss import CorrectionMixin
 from .environments import bind_environments
@@ -318,6 +319,8 @@ class GptOssGRPOTrainer(
         if self._correction is not None:
             check_corrected_parts(self.args)
         self._engine.backend = backend
+        if isinstance(backend, SglangBackend):
+            self.add_callback(SendAgainCallback(backend))
         self._only_measures = False  # another program samples now, and rollout_correction_level="auto" corrects for it
 
     def _check_stop_ids(self, stop_ids: list[int]) -> None:
