@@ -55,9 +55,10 @@ def fsdp(rank: int, checkpointing: bool) -> None:
     model = tiny_model("gptoss_fused")
     if checkpointing:
         model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    mesh = init_device_mesh("cpu", (WORLD,))  # by default FSDP takes a GPU where there is one, which gloo cannot serve
     for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     ids = batch()[rank : rank + 1]
     with one_second_product_per_layer():
         model(ids, labels=ids).loss.backward()
@@ -85,6 +86,7 @@ def sharded_parameters(rank: int) -> None:
 
 
 def zero3(rank: int, store: str) -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"  # read at the import; gloo cannot serve a GPU
     import deepspeed
 
     torch.set_num_threads(1)

@@ -68,7 +68,8 @@ def compare(inputs, tolerance: float) -> None:
     needs = Needs(*[True] * 6, *[adapted] * 4)
     wide = ExpertParams(*(t if t is None else t.double() for t in params))
     out, saved = cuda_path.forward(x, index, weight, params, activation, keep=True)
-    evaluated = cuda_path.forward(x, index, weight, params, activation, keep=False)[0]
+    hidden, sort = cuda_path.to_hidden(x, index, params, activation, keep=False)
+    evaluated = cuda_path.from_hidden(hidden, sort, index, weight, params)
     torch.testing.assert_close(out, evaluated, rtol=1e-5, atol=1e-5)
     expected, kept = torch_path.forward(x.double(), index, weight.double(), wide, activation, keep=True)
     found = cuda_path.backward(grad, x, index, weight, params, activation, saved, needs)
@@ -107,6 +108,7 @@ def test_blocks_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cuda_path, "_SMALL_BUFFER", 0)
     monkeypatch.setattr(cuda_path, "_COLUMN_BLOCK", 16)
+    monkeypatch.setattr(cuda_path, "_COPY_BLOCK", 24)
     compare(case(21, 2, 4, 40, 36, 16), 2e-5)
 
 
@@ -205,18 +207,34 @@ def test_sorted_copies_in_slices_of_rows(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @runnable
-@pytest.mark.parametrize(("spread", "tokens", "top_k"), [("random", 1, 4), ("foreign", 2, 4), ("one", 3, 2)])
-def test_few_assignments(spread: str, tokens: int, top_k: int) -> None:
+@pytest.mark.parametrize(
+    ("spread", "tokens", "top_k", "experts"),
+    [
+        ("random", 1, 4, 5),
+        ("foreign", 2, 4, 5),
+        ("random", 9, 3, 5),  # fewer experts than assignments
+        ("foreign", 16, 4, 64),
+        ("one", 21, 3, 40),  # four row tiles, one of them partly filled
+        ("nowhere", 10, 2, 3),
+    ],
+)
+def test_decoding_without_a_sort(
+    monkeypatch: pytest.MonkeyPatch, spread: str, tokens: int, top_k: int, experts: int
+) -> None:
     from trl_gptoss.experts import cuda_path, torch_path
     from trl_gptoss.experts.params import Activation, ExpertParams
 
+    activation = Activation(*ACTIVATION)
     for hidden, intermediate in ((64, 64), (40, 24)):
-        x, index, weight, params, _ = case(tokens, top_k, 5, hidden, intermediate, spread=spread)
-        assert index.numel() <= cuda_path.MAX_ASSIGNMENTS
-        ours = cuda_path.forward(x, index, weight, params, Activation(*ACTIVATION), keep=False)[0]
+        x, index, weight, params, _ = case(tokens, top_k, experts, hidden, intermediate, spread=spread)
+        in_order = cuda_path.forward(x, index, weight, params, activation, keep=True)[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda_path, "sort_by_expert", None)
+            ours = cuda_path.forward(x, index, weight, params, activation, keep=False)[0]
         wide = ExpertParams(*(t if t is None else t.double() for t in params))
-        theirs = torch_path.forward(x.double(), index, weight.double(), wide, Activation(*ACTIVATION), keep=False)[0]
+        theirs = torch_path.forward(x.double(), index, weight.double(), wide, activation, keep=False)[0]
         assert (ours.double() - theirs).norm() <= 2e-6 * theirs.norm()
+        torch.testing.assert_close(ours, in_order, rtol=1e-5, atol=1e-5)
 
 
 @runnable
@@ -298,6 +316,27 @@ class TestOnGpu:
             error, reference = (((r[name].float() - value).norm() / value.norm()).item() for r in (ours, theirs))
             assert error <= 1.05 * reference, f"{name}: {error:.1e}, grouped_mm {reference:.1e}"
             assert "bias" not in name or error <= 6e-3
+
+    @pytest.mark.parametrize(("experts", "tokens"), [(32, 1), (32, 8), (128, 16), (4, 64), (128, 64)])
+    def test_decoding(self, experts: int, tokens: int) -> None:
+        torch.manual_seed(0)
+        x = torch.randn(tokens, 2880, device="cuda", dtype=torch.bfloat16)
+        index = torch.rand(tokens, experts, device="cuda").topk(4).indices
+        weight = torch.rand(tokens, 4, device="cuda", dtype=x.dtype)
+        ours, theirs = (self.layer(name, experts, x.dtype) for name in ("gptoss_fused", "grouped_mm"))
+        with torch.no_grad():
+            exact = self.layer("eager", experts, torch.float32)(x.float(), index, weight.float())
+            found = [layer(x, index, weight) for layer in (ours, theirs)]
+            errors = [((out.float() - exact).norm() / exact.norm()).item() for out in found]
+            assert errors[0] <= 1.05 * errors[1]
+            with torch.enable_grad():  # the path with a sort, as in training
+                assert torch.equal(found[0], ours(x, index, weight))
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = ours(x, index, weight)
+            index.copy_(index.flip(0))  # other experts than at the capture
+            graph.replay()
+            assert torch.equal(captured, ours(x, index, weight))
 
     def test_second_backward_is_refused_and_tiles_allow_it(self) -> None:
         from trl_gptoss.experts import set_experts_token_chunk

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .kernels_decode import MAX_ASSIGNMENTS, decode
+from . import kernels_decode
 from .kernels_gate import gate_backward
 from .kernels_gemm import grouped_gemm
 from .kernels_route import sort_by_expert
@@ -26,14 +26,18 @@ from .tuning import TileConfig, cdiv, low_rank_config, low_rank_wgrad_config, ti
 # columns so that the buffer stays below a third of its full size; small ones in one launch.
 _COLUMN_BLOCK = 1024
 _SMALL_BUFFER = 64 * 2**20
+# Columns of one sorted copy for the weight gradient of the first product, which reads the other operand once for every
+# copy: as wide as the final buffers of backward allow without a higher peak.
+_COPY_BLOCK = 1536
 # Bytes of one sorted slice of `presort`: no more than the buffer of the second product at 32768 tokens.
 _SLICE = 256 * 2**20
 
 
-def _column_blocks(rows: int, width: int, like: torch.Tensor) -> list[tuple[int, int]]:
+def _column_blocks(rows: int, width: int, like: torch.Tensor, block: int | None = None) -> list[tuple[int, int]]:
     if rows * width * like.element_size() <= _SMALL_BUFFER:
         return [(0, width)]
-    return [(begin, min(begin + _COLUMN_BLOCK, width)) for begin in range(0, width, _COLUMN_BLOCK)]
+    block = block or _COLUMN_BLOCK
+    return [(begin, min(begin + block, width)) for begin in range(0, width, block)]
 
 
 def _low_rank(rows, factor, order, offsets, top_k, *, gather=False, transpose=False):
@@ -136,10 +140,10 @@ def forward(
     keep: bool,
 ) -> tuple[torch.Tensor, Saved]:
     """Output (T, H) and, with `keep`, what backward needs."""
-    if index.numel() <= MAX_ASSIGNMENTS and not keep and params.lora_up_in is None and params.lora_down_in is None:
-        return decode(x, index, weight, *params[:4], *activation), Saved(
-            x.new_empty(0), x.new_empty(0), x.new_empty(0)
-        )
+    adapted = params.lora_up_in is not None or params.lora_down_in is not None
+    if index.numel() <= kernels_decode.MAX_ASSIGNMENTS and not keep and not adapted:
+        nothing = x.new_empty(0)
+        return kernels_decode.decode(x, index, weight, *params[:4], *activation), Saved(nothing, nothing, nothing)
     hidden, saved = to_hidden(x, index, params, activation, keep=keep)
     return from_hidden(hidden, saved, index, weight, params), saved
 
@@ -285,7 +289,7 @@ def backward(
     if params.lora_up_in is not None:
         thin = _low_rank(d_gate_up, params.lora_up_out, order, offsets, top_k, transpose=True)
     if needs.gate_up or needs.lora_up_in:
-        blocks = _column_blocks(M, x.shape[1], x)
+        blocks = _column_blocks(M, x.shape[1], x, _COPY_BLOCK)
         copy = x.new_empty(padded_rows(M, experts), blocks[0][1])
         d_up = target("gate_up") if needs.gate_up else None
         d_lora = target("lora_up_in") if needs.lora_up_in else None

@@ -188,4 +188,7 @@ def fused_experts(
         saved = Saved(x.new_empty(0), *sort)
         half = functools.partial(_second_half, hidden, saved, x, index, weight, params, activation, chunk)
         return _Output.apply(stand_in, half)
+    if not chunk and index.numel():  # without the empty tensors of `_run_forward`: decoding waits for the host
+        with _undisturbed(x):
+            return _path(x).forward(x, index, weight, params, activation, keep=False)[0]
     return _run_forward(x, index, weight, params, activation, chunk, keep=False)[0]

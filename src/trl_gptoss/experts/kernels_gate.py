@@ -10,7 +10,7 @@ import triton.language as tl
 from .tiles import PAD, expert_tiles, locate_tile, padded_rows
 from .tuning import cdiv, next_power_of_2
 
-_COLUMNS = 128  # columns of one program
+_COLUMNS = 64  # columns of one program
 
 
 @triton.jit
@@ -142,6 +142,6 @@ def gate_backward(
         BM=PAD,
         BR=8,
         BC=_COLUMNS,
-        num_warps=4,
+        num_warps=2,
     )
     return dots, partial

@@ -44,7 +44,7 @@ TABLES: dict[str, dict[str, dict[int, tuple]]] = {
             8: (16, 128, 64, 8, 5, 8, 2, False, False),
             64: (64, 256, 64, 4, 4, 8, 1, True, False),
             256: (128, 256, 64, 8, 3, 4, 1, True, True),
-            1024: (128, 256, 64, 8, 3, 16, 1, True, True),
+            1024: (128, 256, 64, 8, 3, 16, 1, True, True, True),
             4096: (128, 256, 64, 8, 3, 8, 1, True, True),
         },
         "grad_input": {
@@ -57,14 +57,14 @@ TABLES: dict[str, dict[str, dict[int, tuple]]] = {
         },
         "wgrad_up": {
             64: (128, 256, 64, 8, 3, 8, 1, True, True, True),
-            256: (128, 256, 64, 8, 3, 8, 1, True, True, True),
-            1024: (128, 256, 64, 8, 3, 8, 1, True, False, True),
-            4096: (128, 256, 64, 8, 3, 8, 1, True, True, True),
+            256: (128, 256, 32, 8, 6, 8, 1, True, True, True),
+            1024: (128, 256, 32, 8, 5, 8, 1, True, False, True),
+            4096: (128, 256, 64, 8, 3, 8, 1, True, False, True),
         },
         "wgrad_down": {
             64: (128, 256, 64, 8, 3, 8, 1, True, True, True),
-            256: (128, 256, 64, 8, 3, 8, 1, True, False, True),
-            1024: (128, 256, 64, 8, 3, 8, 1, True, False, True),
+            256: (128, 256, 32, 8, 6, 8, 1, True, False, True),
+            1024: (128, 256, 32, 8, 5, 8, 1, True, False, True),
             4096: (128, 256, 64, 8, 3, 8, 1, True, False, True),
         },
     },
