@@ -91,9 +91,20 @@ class ModelArguments(ModelConfig):
 
     Parameters:
         dtype (`str`, *optional*, defaults to `"bfloat16"`): load the model under this dtype.
+        tiny_model_steps (`int`, *optional*):
+            Steps of the warm start of the tiny model, which is made if no model is named. `None`: what
+            [`~trl_gptoss.tiny.make_tiny_model`] takes.
     """
 
     dtype: str = field(default="bfloat16", metadata={"help": "Load the model under this dtype."})
+    tiny_model_steps: int | None = field(
+        default=None, metadata={"help": "Steps of the tiny model's warm start, where no model is named."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tiny_model_steps is not None and self.tiny_model_steps < 0:
+            raise ValueError(f"tiny_model_steps is {self.tiny_model_steps}, it must be at least 0.")
 
     def prepare(self, args: GRPOConfig, task: str) -> str:
         """The model to train; writes how to load it into `args.model_init_kwargs`, where that says nothing else.
@@ -109,4 +120,4 @@ class ModelArguments(ModelConfig):
         if self.model_name_or_path is not None:
             return self.model_name_or_path
         with PartialState().main_process_first():
-            return str(make_tiny_model(task=task, seed=args.seed))
+            return str(make_tiny_model(task=task, seed=args.seed, steps=self.tiny_model_steps))

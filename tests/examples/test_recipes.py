@@ -1,6 +1,7 @@
 """Every recipe is read by the example it names, and every field in it exists."""
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 from trl import TrlParser
+
+from trl_gptoss.tiny.cache import MARKER
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs/recipes").glob("*.yaml"))
@@ -53,6 +56,16 @@ def test_commands_in_the_comments_name_files_that_exist(recipe):
     comments = "\n".join(line for line in recipe.read_text().splitlines() if line.startswith("#"))
     for path in re.findall(r"(?:configs|examples|docs)/[\w/.]+\.(?:yaml|py|md)", comments):
         assert (ROOT / path).is_file(), path
+
+
+def test_a_recipe_says_how_long_the_tiny_model_is_warm_started(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_GPTOSS_CACHE", str(tmp_path))
+    recipe = ROOT / "configs/recipes/tiny_ppo.yaml"
+    _, args, model_args = parse(example(recipe), recipe, "--tiny_model_steps", "0", "--seed", "3")
+    made = json.loads((Path(model_args.prepare(args, task="retool")) / MARKER).read_text())["recipe"]
+    assert (made["warm_start"]["steps"], made["seed"]) == (0, 3)
+    with pytest.raises(ValueError, match="tiny_model_steps is -1"):
+        parse(example(recipe), recipe, "--tiny_model_steps", "-1")
 
 
 def test_there_is_a_recipe_for_each_size_and_task():
