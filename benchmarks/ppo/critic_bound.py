@@ -1,6 +1,6 @@
 """What a critic that knows the tiny task could explain, and what the critic of a run does.
 
-    python benchmarks/ppo/critic_bound.py record FOLDER --seed 3 --steps 70     # rollouts of configs/recipes/tiny_ppo.yaml
+    python benchmarks/ppo/critic_bound.py record FOLDER --seed 3 --steps 60     # rollouts of configs/recipes/tiny_ppo.yaml
     python benchmarks/ppo/critic_bound.py measure FOLDER --out benchmarks/ppo/critic_bound.csv
 
 One row for ten steps. `bound` is the explained variance of the mean return of all their rollouts with the same wording, the same kind
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="CSV file to append to")
     parser.add_argument("--recorded", default="tiny_ppo.yaml, seed 3", help="what the column says of the rollouts")
     parser.add_argument("--seed", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=70)
+    parser.add_argument("--steps", type=int, default=60)
     args, settings = parser.parse_known_args()  # what it does not know is for examples/retool.py
     if args.what == "record":
         record(args.folder, args.seed, args.steps, settings)

@@ -99,14 +99,7 @@ def test_a_short_run_of_ppo_goes_on_with_its_critic(tmp_path):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("recipe", "seed"),
-    [
-        *(("tiny", seed) for seed in range(3)),
-        ("tiny_ppo", 0),
-        ("tiny_ppo", 1),
-        pytest.param(
-            "tiny_ppo", 2, marks=pytest.mark.xfail(reason="gains 0.10 in its 70 steps, see docs/ppo.md", strict=True)
-        ),
-    ],
+    [(recipe, seed) for recipe in ("tiny", "tiny_ppo") for seed in range(3)],
 )
 def test_rl_turns_the_warm_started_policy_around(tmp_path, recipe, seed):
     rows = run_example(tmp_path, "--seed", seed, recipe=recipe)
