@@ -228,19 +228,47 @@ def test_timeout_and_crash_are_told_apart():
         checker.close()
 
 
+def running(checker):
+    """The processes of the pool, in the order in which the next jobs take them."""
+    workers = [checker._idle.get() for _ in range(checker.workers)]
+    for worker in reversed(workers):
+        checker._idle.put(worker)
+    return [worker._process for worker in workers if worker]
+
+
 def test_a_worker_is_started_only_when_all_are_busy():
-    checker = MathChecker(workers=3)
+    checker = MathChecker(workers=3, seconds=1)
     try:
         for k in range(1, 4):
             assert checker.check([str(k)], [f"${2 * k}/2$"])[0].correct is True
-        workers = [checker._idle.get() for _ in range(checker.workers)]
-        assert sum(worker is not None for worker in workers) == 1
-        for worker in workers:
-            checker._idle.put(worker)
-        (process,) = [worker._process for worker in workers if worker]
+        (first,) = running(checker)
+        busy = checker._idle.get()
+        assert checker.check(["4"], ["$8/2$"])[0].correct is True
+        checker._idle.put(busy)
+        assert len(running(checker)) == 2
+        assert checker.check(["1"], ["$9^{9^{9^9}}$"])[0].timed_out
+        (left,) = running(checker)
+        assert checker.check(["5"], ["$10/2$"])[0].correct is True
+        assert running(checker) == [left]  # none in the place of the one that was killed
     finally:
         checker.close()
-    assert process.returncode is not None  # closed wherever it lay
+    assert first.returncode is not None and left.returncode is not None  # closed wherever they lay
+
+
+def test_closing_twice_at_once_waits_for_what_is_checked():
+    checker = MathChecker(workers=2, seconds=1)
+    busy = threading.Thread(target=checker.check, args=(["1", "1"], ["$9^{9^{9^9}}$"] * 2), daemon=True)
+    busy.start()
+    while checker._owner != os.getpid() or not checker._idle.empty():
+        time.sleep(0.01)
+    closing = [threading.Thread(target=checker.close, daemon=True) for _ in range(2)]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in closing)
+    assert checker.check(["5"], ["$10/2$"])[0].correct is True
+    checker.close()
 
 
 def test_many_threads_and_a_fork():

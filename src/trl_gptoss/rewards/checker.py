@@ -34,6 +34,13 @@ class Reply:
     crashed: bool = False
 
 
+class _Idle(LifoQueue):
+    """The workers without a job. Those that run come first; `None`, the place of one to be started (seconds), is last."""
+
+    def _put(self, item: "_Worker | None") -> None:
+        self.queue.insert(0 if item is None else len(self.queue), item)
+
+
 class WorkerPool:
     """Runs jobs in worker programs. Safe to use from several threads and after a fork.
 
@@ -74,18 +81,24 @@ class WorkerPool:
         """End all workers. The next check starts new ones."""
         if self._owner != os.getpid():
             return
-        for worker in [self._idle.get() for _ in range(self.workers)]:
-            if worker is not None:
-                worker.kill()
-            self._idle.put(None)
+        with self._closing:  # two that each hold some of the workers would wait for one another
+            taken = []
+            try:
+                for _ in range(self.workers):
+                    taken.append(self._idle.get())
+            finally:  # Ctrl-C may end the wait for one that is busy
+                for worker in taken:
+                    if worker is not None:
+                        worker.kill()
+                    self._idle.put(None)
 
     def _own(self) -> None:
         """Workers of the process that forked us are not ours: start over."""
         with self._lock:
             if self._owner != os.getpid():
                 self._owner = os.getpid()
-                # Last in, first out: a job goes to a worker that runs, and another is started (seconds) when all are busy.
-                self._idle: LifoQueue[_Worker | None] = LifoQueue()
+                self._closing = threading.Lock()
+                self._idle = _Idle()
                 for _ in range(self.workers):
                     self._idle.put(None)
                 atexit.register(self.close)
