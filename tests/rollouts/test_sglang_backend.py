@@ -166,9 +166,13 @@ def test_the_trainer_learns_from_it_and_keeps_it_up_to_date(server, tmp_path):
     assert trainer._only_measures  # the policy would sample itself
     trainer.use_backend(backend)
     assert not trainer._only_measures  # the default corrects for another program
+    backend.sync_weights._loaded = 0  # a run was interrupted in its first step
+    with torch.no_grad():
+        for p in server.model.parameters():
+            p.mul_(1.5)
     trainer.train()
     assert len(differences) == 12 and max(differences) < 1e-4
-    assert [path for path, _ in server.requests].count("/update_weights_from_disk") == 2  # before steps 2 and 3
+    assert [path for path, _ in server.requests].count("/update_weights_from_disk") == 3  # before each step
     before = tiny_model(seed=1).state_dict()
     assert any(not torch.equal(before[n], p) for n, p in trainer.model.state_dict().items())
 
@@ -211,7 +215,9 @@ def test_an_evaluation_after_the_best_model_was_loaded_samples_from_that_one(ser
     assert served(trainer.model.state_dict())
     sent = [path for path, _ in server.requests].count("/update_weights_from_disk")
     trainer.evaluate()
-    assert [path for path, _ in server.requests].count("/update_weights_from_disk") == sent == 3
+    assert (
+        [path for path, _ in server.requests].count("/update_weights_from_disk") == sent == 4
+    )  # before both steps, after the second one, and of the best
 
 
 def test_a_trainer_without_harmony_rollouts_refuses_it(tmp_path):

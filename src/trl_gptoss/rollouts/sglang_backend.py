@@ -123,7 +123,7 @@ class SglangBackend:
 
 
 class DiskWeightSync:
-    """Weights through a folder that trainer and server both see: saved when they have changed, and loaded.
+    """Weights through a folder that trainer and server both see: saved when they have changed since the last time, and loaded.
 
     Args:
         save (`Callable[[str], None]`): writes the model to a folder; `trainer.save_model`. Called on every rank.
@@ -149,10 +149,10 @@ class DiskWeightSync:
         self.backend = backend
         self.is_main = is_main
         self.wait = wait
-        self._loaded: int | None = 0  # the server starts with the weights of step 0
+        self._loaded: int | None = None  # what the server has may be from another run
 
     def invalidate(self) -> None:
-        """The weights may have changed without an optimizer step, as `load_best_model_at_end` does."""
+        """The weights may have changed without an optimizer step, as `load_best_model_at_end` does, or another run."""
         self._loaded = None
 
     def __call__(self) -> None:

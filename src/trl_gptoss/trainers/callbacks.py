@@ -30,7 +30,8 @@ class RolloutProgressCallback(ProgressCallback):
 
 
 class SendAgainCallback(TrainerCallback):
-    """A run may end with other weights than those of its last step (`load_best_model_at_end`): SGLang gets them again.
+    """A run may begin where one was interrupted, whose steps had the same numbers, and end with other weights than those of its
+    last step (`load_best_model_at_end`): SGLang gets them again.
 
     Args:
         backend ([`SglangBackend`]): what samples.
@@ -39,8 +40,10 @@ class SendAgainCallback(TrainerCallback):
     def __init__(self, backend: SglangBackend) -> None:
         self.backend = backend
 
-    def on_train_end(
+    def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if isinstance(self.backend.sync_weights, DiskWeightSync):
             self.backend.sync_weights.invalidate()
+
+    on_train_end = on_train_begin
