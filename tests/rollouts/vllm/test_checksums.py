@@ -32,7 +32,10 @@ def test_it_is_the_sum_of_a_hash_of_the_bits(dtype, shape, monkeypatch):
 def test_every_value_of_two_bytes_has_the_hash_of_its_bits(dtype):
     values = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
     looked_up = checksums._looked_up(values)
-    assert torch.equal(looked_up, checksums._hashes(values)) and looked_up.unique().numel() >= (1 << 16) - 1024
+    assert torch.equal(looked_up, checksums._hashes(values))
+    numbers = values == values  # hardware may make one NaN of several
+    distinct = numbers.sum() - (1 if dtype.is_floating_point else 0)  # 0.0 and -0.0
+    assert looked_up[numbers].unique().numel() == distinct
     assert torch.equal(checksums._looked_up(values[::3]), looked_up[::3])
     with torch.inference_mode():
         assert int(checksum(values)) == int(looked_up.sum())
