@@ -218,8 +218,8 @@ def test_timeout_and_crash_are_told_apart():
         checker._idle.put(None)
         assert checker.check(["2"], ["$2$"])[0].correct is True
         worker = checker._idle.get()
-        os.kill(worker._process.pid, signal.SIGSEGV)
-        worker._process.wait()
+        run = worker.run
+        worker.run = lambda *job: (worker._process.send_signal(signal.SIGSEGV), run(*job))[1]
         checker._idle.put(worker)
         (verdict,) = checker.check(["2"], ["$2$"])
         assert verdict.crashed and verdict.correct is False
@@ -250,6 +250,9 @@ def test_a_worker_is_started_only_when_all_are_busy():
         (left,) = running(checker)
         assert checker.check(["5"], ["$10/2$"])[0].correct is True
         assert running(checker) == [left]  # none in the place of the one that was killed
+        left.kill()  # by the kernel, say, when memory is short
+        os.waitid(os.P_PID, left.pid, os.WEXITED | os.WNOWAIT)
+        assert checker.check(["6"], ["$12/2$"])[0].correct is True
     finally:
         checker.close()
     assert first.returncode is not None and left.returncode is not None  # closed wherever they lay

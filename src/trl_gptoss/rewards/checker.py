@@ -106,6 +106,9 @@ class WorkerPool:
     def _run_one(self, job: dict[str, Any]) -> Reply:
         worker = self._idle.get()
         try:
+            if worker is not None and worker.has_ended():  # no fault of the job that comes now
+                worker.kill()
+                worker = None
             if worker is None:
                 worker = _Worker(self.program, self.environment)
             reply = worker.run(job, self.seconds)
@@ -151,6 +154,9 @@ class _Worker:
         self.kill()
         timed_out = line is None or self._process.returncode == -signal.SIGXCPU
         return Reply(None, timed_out=timed_out, crashed=not timed_out)
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def kill(self) -> None:
         self._process.kill()
