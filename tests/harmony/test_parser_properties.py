@@ -1,5 +1,6 @@
 """Properties of the parser that hold for any ids at all."""
 
+import gc
 import json
 import random
 import time
@@ -214,13 +215,17 @@ def hostile(name: str, vocabulary: HarmonyVocabulary, n: int) -> list[int]:
 def test_linear_time(name: str, small_tokenizer) -> None:
     """100000 ids in less than 2 seconds, and no worse than in proportion."""
     vocabulary = HarmonyVocabulary.of(small_tokenizer)
-    long, short = hostile(name, vocabulary, 100_000), hostile(name, vocabulary, 25_000)
+    long, short = hostile(name, vocabulary, 100_000), hostile(name, vocabulary, 12_500)
 
     def seconds(ids: list[int]) -> float:
-        begin = time.process_time()
-        parse(ids, small_tokenizer)
-        return time.process_time() - begin
+        gc.disable()  # a collection takes as long as all that other tests have left takes to look at
+        try:
+            begin = time.process_time()
+            parse(ids, small_tokenizer)
+            return time.process_time() - begin
+        finally:
+            gc.enable()
 
-    long_time, short_time = min(seconds(long) for _ in range(2)), min(seconds(short) for _ in range(2))
+    long_time, short_time = min(seconds(long) for _ in range(3)), min(seconds(short) for _ in range(3))
     assert long_time < 2
-    assert long_time < 8 * short_time + 0.05  # 16 times would be quadratic
+    assert long_time < 24 * short_time + 0.05  # 8 times is linear, 64 times would be quadratic
