@@ -90,6 +90,11 @@ class SglangBackend:
             raise RuntimeError(f"SGLang was asked {len(prompts)} prompts and answered {str(answers)[:200]!r}.")
         return [self._sample(answer, limit) for answer, limit in zip(answers, max_new_tokens)]
 
+    def invalidate(self) -> None:
+        """The weights may have changed without an optimizer step: a [`DiskWeightSync`] sends them again."""
+        if isinstance(self.sync_weights, DiskWeightSync):
+            self.sync_weights.invalidate()
+
     def _params(self, options: SamplingOptions, limit: int) -> dict[str, Any]:
         return {
             "max_new_tokens": limit,

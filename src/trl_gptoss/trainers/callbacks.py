@@ -1,10 +1,8 @@
 """Small hooks into the training loop."""
 
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-
-from ..rollouts.sglang_backend import DiskWeightSync, SglangBackend
 
 
 class RolloutProgressCallback(ProgressCallback):
@@ -29,21 +27,26 @@ class RolloutProgressCallback(ProgressCallback):
                 self.training_bar.set_postfix({short: f"{value:.2f}" for short, value in shown.items()})
 
 
-class SendAgainCallback(TrainerCallback):
-    """A run may begin where one was interrupted, whose steps had the same numbers, and end with other weights than those of its
-    last step (`load_best_model_at_end`): SGLang gets them again.
+class Invalidates(Protocol):
+    """What sends the weights again when told that they may have changed without an optimizer step."""
+
+    def invalidate(self) -> None: ...
+
+
+class SyncAgainCallback(TrainerCallback):
+    """A run may begin with other weights than those that were sampled from before (a resumed one does, and one after an interrupted
+    one, whose steps had the same numbers), and end with others (`load_best_model_at_end`).
 
     Args:
-        backend ([`SglangBackend`]): what samples.
+        sync ([`Invalidates`]): what brings the weights to the engine.
     """
 
-    def __init__(self, backend: SglangBackend) -> None:
-        self.backend = backend
+    def __init__(self, sync: Invalidates) -> None:
+        self.sync = sync
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if isinstance(self.backend.sync_weights, DiskWeightSync):
-            self.backend.sync_weights.invalidate()
+        self.sync.invalidate()
 
     on_train_end = on_train_begin

@@ -42,7 +42,7 @@ from ..rollouts.sglang_backend import SglangBackend
 from ..rollouts.transformers_backend import TransformersBackend
 from ..rollouts.vllm.stream import rollout_backend
 from ..trajectory import Trajectory
-from .callbacks import RolloutProgressCallback, SendAgainCallback
+from .callbacks import RolloutProgressCallback, SyncAgainCallback
 from .config import GptOssGRPOConfig
 from .corrected_loss import CorrectionMixin
 from .environments import bind_environments, check_environment_tools, check_tool_names
@@ -317,7 +317,7 @@ class GptOssGRPOTrainer(
             check_corrected_parts(self.args)
         self._engine.backend = backend
         if isinstance(backend, SglangBackend):
-            self.add_callback(SendAgainCallback(backend))
+            self.add_callback(SyncAgainCallback(backend))
         self._only_measures = False  # another program samples now, and rollout_correction_level="auto" corrects for it
 
     def _check_stop_ids(self, stop_ids: list[int]) -> None:

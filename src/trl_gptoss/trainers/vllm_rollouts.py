@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 
 from ..rollouts.vllm.colocate import ColocateEngine
 from ..rollouts.vllm.engine import VllmEngine
+from .callbacks import SyncAgainCallback
 from .policy_weights import PolicyWeights
 from .rollout_weights import sampling_weights
 from .vllm_setup import make_engine
@@ -65,24 +66,6 @@ class TrlGeneration:
         return prompts, [sample.ids for sample in samples], logps, ids
 
 
-class _SyncAgain(TrainerCallback):
-    """A run may begin with other weights than those that were sampled from before (a resumed one does), and end with others
-    (`load_best_model_at_end`)."""
-
-    def __init__(self, sync: WeightSync) -> None:
-        self.sync = sync
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.sync.invalidate()
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.sync.invalidate()
-
-
 class VllmMixin(GRPOTrainer):
     """The parts of [`GptOssGRPOTrainer`] that start and feed a vLLM engine. Overrides nothing."""
 
@@ -113,7 +96,7 @@ class VllmMixin(GRPOTrainer):
         )
         self.vllm_generation = TrlGeneration(engine, self._sync_vllm_weights, self.args)
         self._last_loaded_step = -1
-        self.add_callback(_SyncAgain(self.weight_sync))
+        self.add_callback(SyncAgainCallback(self.weight_sync))
 
     def _sync_vllm_weights(self) -> None:
         """Wake the engine and bring the current weights to it, once for all turns of the rollouts that follow."""
