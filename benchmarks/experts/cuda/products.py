@@ -1,12 +1,11 @@
-"""Grouped products in CUDA against the shipped Triton kernels: correctness, then ms, TF/s and joules at the power limit.
+"""Grouped products in CUDA against the shipped Triton kernels: correctness, then ms and joules at the power limit.
 
-    make -j8 OUT=/tmp/grouped
-    python products.py all --library /tmp/grouped/libgrouped.so --out products.csv      # every part in its own process
-    python products.py check forward_gated --library ...
-    python products.py time up --library ... --variants 3x240A 2x256B
+    python products.py all --out cuda_h200.csv            # builds for every product, checks, times; three minutes
+    python products.py check wgrad --variants 3x192A      # one kind of product, once it is built
+    python products.py time up --variants 3x240B --out cuda_h200.csv
 
-A variant is `<warpgroups of 64 rows>x<columns>`, then A or B for the operand that a cluster of two blocks shares. A launch
-that does not end within five seconds ends the process with code 3; `all` goes on with the other variants.
+A variant is `<warpgroups of 64 rows>x<columns>`, then A or B for the operand that a cluster of two blocks shares. Needs a
+Hopper GPU and nvcc. A launch that does not end within five seconds ends the process with code 3.
 """
 
 import argparse
@@ -18,13 +17,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-HUNG = 3
+HERE = Path(__file__).resolve().parent
 EXPERTS, TOKENS, TOP_K, WIDTH = 128, 32768, 4, 2880
-KINDS = {  # product: kernels
+KINDS = {  # TRANSPOSED, WEIGHT_GRADIENT, EPILOGUE of variants.cu
+    "forward_gated": ("false", "false", "kGated"),
+    "forward_scattered": ("false", "false", "kScattered"),
+    "backward_plain": ("true", "false", "kPlain"),
+    "backward_scattered": ("true", "false", "kScattered"),
+    "wgrad": ("false", "true", "kPlain"),
+}
+PRODUCTS = {
     "up": "forward_gated",
     "down": "forward_scattered",
     "grad_hidden": "backward_plain",
@@ -35,28 +42,62 @@ KINDS = {  # product: kernels
 ALPHA, LIMIT = 1.702, 7.0
 
 
+class Params(ctypes.Structure):
+    """`Params` of grouped.cuh."""
+
+    _fields_ = [
+        ("offsets", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("experts", "columns", "height", "contraction", "group")),
+        ("out", ctypes.c_void_p),
+        ("pitch", ctypes.c_int64),
+        ("expert_pitch", ctypes.c_int64),
+        ("gated", ctypes.c_void_p),
+        ("gated_pitch", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("bias", "order", "weight")),
+        ("alpha", ctypes.c_float),
+        ("limit", ctypes.c_float),
+    ]
+
+
 class Call(ctypes.Structure):
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("a", "b", "offsets", "out", "gated", "bias", "order", "weight")]
-        + [(n, ctypes.c_int64) for n in ("a_rows", "a_width", "b_width", "pitch", "expert_pitch", "gated_pitch")]
-        + [(n, ctypes.c_int) for n in ("experts", "columns", "height", "contraction", "group", "blocks")]
-        + [("alpha", ctypes.c_float), ("limit", ctypes.c_float), ("stream", ctypes.c_void_p)]
-    )
+    """`Call` of variants.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("a", "b", "stream")),
+        ("a_width", ctypes.c_int64),
+        ("blocks", ctypes.c_int),
+        ("params", Params),
+    ]
+
+
+def build(kind: str, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    include = HERE.parents[2] / "kernels" / "sink_fa3" / "csrc"
+    names = ("TRANSPOSED", "WEIGHT_GRADIENT", "EPILOGUE")
+    defined = [f"-D{name}={value}" for name, value in zip(names, KINDS[kind], strict=True)]
+    target = "-gencode=arch=compute_90a,code=sm_90a"
+    command = ["nvcc", "-std=c++17", "-O3", target, "-I", include, *defined, "-Xptxas", "-v"]
+    command += ["--shared", "-Xcompiler", "-fPIC", "-o", folder / f"{kind}.so", HERE / "variants.cu"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    (folder / f"{kind}.log").write_text(done.stdout + done.stderr)  # registers and spills
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
 
 
 class Library:
-    def __init__(self, path: Path) -> None:
-        self.c = ctypes.CDLL(str(path))
-        self.c.variant_name.restype = ctypes.c_char_p
-        self.names = [self.c.variant_name(i).decode() for i in range(self.c.variant_count())]
-        self.blocks = torch.cuda.get_device_properties(0).multi_processor_count
+    """The variants of one kind of product."""
 
-    def variants(self, kind: str) -> list[str]:
-        return [name.split("/")[1] for name in self.names if name.split("/")[0] == kind]
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.c = ctypes.CDLL(str(folder / f"{kind}.so"))
+        self.wgrad, self.transposed = kind == "wgrad", kind.startswith("backward")
+        self.c.variant_name.restype = ctypes.c_char_p
+        self.names: list[str] = []
+        while name := self.c.variant_name(len(self.names)):
+            self.names.append(name.decode())
+        self.blocks = torch.cuda.get_device_properties(0).multi_processor_count
 
     def __call__(
         self,
-        kind: str,
         variant: str,
         a: torch.Tensor,
         b: torch.Tensor,
@@ -67,34 +108,29 @@ class Library:
         bias: torch.Tensor | None = None,
         order: torch.Tensor | None = None,
         weight: torch.Tensor | None = None,
-        group: int = 16,
     ) -> None:
         for tensor in (a, b):
             assert tensor.is_contiguous() and tensor.dtype == torch.bfloat16
-        pointers = [0 if t is None else t.data_ptr() for t in (a, b, offsets, out, gated, bias, order, weight)]
-        wgrad, transposed = kind == "wgrad", kind.startswith("backward")
-        columns = b.shape[1] if wgrad or transposed else b.shape[2]
-        contraction = 0 if wgrad else a.shape[1]
-        call = Call(
-            *pointers,
-            a.shape[0],
-            a.shape[1],
-            b.shape[1] if wgrad else 0,
-            out.stride(-2) if out is not None else 0,
-            out.stride(0) if wgrad else 0,
-            gated.stride(0) if gated is not None else 0,
+        pointers = [None if t is None else t.data_ptr() for t in (out, gated, bias, order, weight)]
+        params = Params(
+            offsets.data_ptr(),
             offsets.numel() - 1,
-            columns,
-            a.shape[1] if wgrad else 0,
-            contraction,
-            group,
-            self.blocks,
+            b.shape[1] if self.wgrad or self.transposed else b.shape[2],
+            a.shape[1] if self.wgrad else 0,
+            0 if self.wgrad else a.shape[1],
+            8 if self.wgrad else 16,
+            pointers[0],
+            0 if out is None else out.stride(-2),
+            out.stride(0) if self.wgrad else 0,
+            pointers[1],
+            0 if gated is None else gated.stride(0),
+            *pointers[2:],
             ALPHA,
             LIMIT,
-            torch.cuda.current_stream().cuda_stream,
         )
-        code = self.c.variant_launch(self.names.index(f"{kind}/{variant}"), ctypes.byref(call))
-        if code:
+        stream = torch.cuda.current_stream().cuda_stream
+        call = Call(a.data_ptr(), b.data_ptr(), stream, a.shape[1], self.blocks, params)
+        if code := self.c.variant_launch(self.names.index(variant), ctypes.byref(call)):
             raise RuntimeError(f"launch returned {code}")
 
 
@@ -106,7 +142,7 @@ def finish(what: str, seconds: float = 5) -> None:
     while not done.query():
         if time.monotonic() > limit:
             print(f"HANG {what}", flush=True)
-            os._exit(HUNG)
+            os._exit(3)
         time.sleep(0.0005)
     torch.cuda.synchronize()
 
@@ -172,7 +208,7 @@ def check(library: Library, kind: str, variants: list[str]) -> None:
             M, N = case["M"], case["N"]
             if kind == "wgrad":
                 out = torch.full((case["E"] + 1, case["a"].shape[1], N), 7.0, device="cuda", dtype=torch.bfloat16)
-                library(kind, variant, case["a"], case["b"], case["offsets"], out=out[: case["E"]], group=8)
+                library(variant, case["a"], case["b"], case["offsets"], out=out[: case["E"]])
                 outs = [(out[: case["E"]], out[case["E"] :], case["expected"])]
             else:
                 out = torch.full((M + 64, N), 7.0, device="cuda", dtype=torch.bfloat16)
@@ -182,7 +218,7 @@ def check(library: Library, kind: str, variants: list[str]) -> None:
                 if kind == "forward_gated":
                     options["gated"] = gated = torch.full_like(out[:, : N // 2], 7.0).contiguous()
                     outs.append((gated[:M], gated[M:], activate(case["expected"])))
-                library(kind, variant, case["a"], case["b"], case["offsets"], out=out, **options)
+                library(variant, case["a"], case["b"], case["offsets"], out=out, **options)
             finish(f"{kind}/{variant} {name}")
             for found, guard, expected in outs:
                 e = error(found, expected)
@@ -196,7 +232,7 @@ def check(library: Library, kind: str, variants: list[str]) -> None:
         if kind == "forward_gated":  # without the product itself
             case = prepared[0][1]
             alone = torch.full((case["M"], case["N"] // 2), 7.0, device="cuda", dtype=torch.bfloat16)
-            library(kind, variant, case["a"], case["b"], case["offsets"], gated=alone, bias=case["bias"])
+            library(variant, case["a"], case["b"], case["offsets"], gated=alone, bias=case["bias"])
             finish(f"{kind}/{variant} alone")
             if not error(alone, activate(case["expected"])) < 4e-3:
                 wrong.append("alone")
@@ -237,13 +273,13 @@ class Product:
         from trl_gptoss.experts.tiles import padded_rows
         from trl_gptoss.experts.tuning import tile_config
 
-        kind, E, W = KINDS[name], EXPERTS, WIDTH
+        E, W = EXPERTS, WIDTH
         torch.manual_seed(0)
         x = torch.randn(TOKENS, W, device="cuda", dtype=torch.bfloat16)
         index = torch.rand(TOKENS, E, device="cuda").topk(TOP_K).indices.contiguous()
         order, offsets = sort_by_expert(index, E)
         M = order.numel()
-        self.copies: Callable[[], None] | None = None
+        self.others: dict[str, Callable[[], None]] = {}  # timed beside them
         config = tile_config("grad_hidden_sorted" if name == "grad_hidden" else name, M, E, x)
 
         def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -259,7 +295,7 @@ class Product:
         if name in ("wgrad_up", "wgrad_down"):
             N = 2 * W if name == "wgrad_up" else W
         self.flops = 2 * M * N * K
-        if kind == "wgrad":
+        if library.wgrad:
             other = normal(M + 64, N)
             rows = x.new_empty(padded_rows(M, E), W)
             gather_rows(x, order, offsets, TOP_K, out=rows)
@@ -273,7 +309,7 @@ class Product:
                     grouped_wgrad(copy, other[:M], expected[:, begin:end], offsets, config, padded_a=True)
 
             self.results = lambda: [(result, expected)]
-            self.ours = lambda v: library(kind, v, sorted_x, other[:M], offsets, out=result, group=8)
+            self.ours = lambda v: library(v, sorted_x, other[:M], offsets, out=result)
         elif name == "up":
             b, bias = normal(E, K, N, scale=0.02), normal(E, N, scale=0.02)
             out, expected, hidden, hidden_expected = empty(M, N), empty(M, N), empty(M, W), empty(M, W)
@@ -285,10 +321,13 @@ class Product:
                     x, b, order, offsets, config, top_k=TOP_K, out=expected, gated=hidden_expected, **options
                 )
 
-            self.copies = lambda: gather_rows(x, order, offsets, TOP_K, out=sorted_x, padded=False)
-            self.copies()
+            copy = self.others["sorted copy"] = lambda: gather_rows(
+                x, order, offsets, TOP_K, out=sorted_x, padded=False
+            )
+            copy()
+            self.others["cuBLAS, one expert has all"] = lambda: torch.mm(sorted_x, b[0], out=out)
             self.results = lambda: [(out, expected), (hidden, hidden_expected)]
-            self.ours = lambda v: library(kind, v, sorted_x, b, offsets, out=out, gated=hidden, bias=bias)
+            self.ours = lambda v: library(v, sorted_x, b, offsets, out=out, gated=hidden, bias=bias)
         elif name == "grad_hidden":
             b = normal(E, N, K, scale=0.02)
             copy = x.new_empty(padded_rows(M, E), W)
@@ -301,7 +340,7 @@ class Product:
                 grouped_gemm(copy, b, offsets, config, top_k=TOP_K, out=expected, **options)
 
             self.results = lambda: [(out, expected)]
-            self.ours = lambda v: library(kind, v, sorted_x, b, offsets, out=out)
+            self.ours = lambda v: library(v, sorted_x, b, offsets, out=out)
         else:
             transposed = name == "grad_input"
             b = normal(E, N, K, scale=0.02) if transposed else normal(E, K, N, scale=0.02)
@@ -325,8 +364,10 @@ class Product:
                         **options,
                     )
 
+            dense = b[0].T if transposed else b[0]
+            self.others["cuBLAS, one expert has all"] = lambda: torch.mm(rows, dense, out=out)
             self.results = lambda: [(out, expected)]
-            self.ours = lambda v: library(kind, v, rows, b, offsets, out=out, **options)
+            self.ours = lambda v: library(v, rows, b, offsets, out=out, **options)
         self.shipped = shipped
 
 
@@ -350,134 +391,79 @@ def timed(step: Callable[[], None], steps: int, joules: Joules) -> tuple[float, 
 
 
 def measure(
-    library: Library, name: str, variants: list[str], out: Path | None, rounds: int, window: float, best: int
+    library: Library, name: str, variants: list[str], out: Path, rounds: int, window: float, best: int
 ) -> None:
     product = Product(library, name)
     product.shipped()
     finish(f"{name}/triton", 60)
-    if out is None:
-        return  # only to fill Triton's cache
     errors = {"triton": 0.0}
     for variant in variants:
         for found, _ in product.results():
             found.fill_(7.0)
-        try:
-            product.ours(variant)
-        except RuntimeError as failure:
-            print(f"FAIL {name}/{variant} {failure}", flush=True)
-            continue
+        product.ours(variant)
         finish(f"{name}/{variant}")
         errors[variant] = max(error(found, expected.float()) for found, expected in product.results())
         if not errors[variant] < 6e-3:
-            print(f"WRONG {name}/{variant} {errors.pop(variant):.1e}", flush=True)
+            raise RuntimeError(f"{name}/{variant} is wrong: {errors[variant]:.1e}")
     joules = Joules()
     steps = {variant: (lambda v=variant: product.ours(v)) for variant in errors} | {"triton": product.shipped}
-    if product.copies:
-        steps["copy"], errors["copy"] = product.copies, 0.0
-    first = {variant: timed(step, 5, joules)[0] for variant, step in steps.items()}
-    print(
-        f"cool {name}: " + "  ".join(f"{v} {ms:.2f}" for v, ms in sorted(first.items(), key=lambda x: x[1])),
-        flush=True,
-    )
-    kept = sorted((v for v in first if v not in ("triton", "copy")), key=first.get)[:best]
-    kept = ["triton", *(["copy"] if product.copies else []), *kept]
-    counts = {variant: max(4, int(window / first[variant])) for variant in kept}
-    timed(steps["triton"], int(1200 / first["triton"]), joules)  # to the power limit
+    steps |= product.others
+    cool = {variant: timed(step, 5, joules)[0] for variant, step in steps.items()}
+    always = ["triton", *product.others]
+    kept = always + sorted((v for v in cool if v not in always), key=cool.get)[:best]
+    counts = {variant: max(4, int(window / cool[variant])) for variant in kept}
+    timed(steps["triton"], int(1200 / cool["triton"]), joules)  # to the power limit
     taken = {variant: [] for variant in kept}
     for _ in range(rounds):
         for variant in kept:
             taken[variant].append(timed(steps[variant], counts[variant], joules))
-    for variant, found in taken.items():
-        ms, energy, clock = (statistics.median(values) for values in zip(*found, strict=True))
-        low, high = min(f[0] for f in found), max(f[0] for f in found)
-        rate = product.flops / ms / 1e9
-        row = (
-            f"{name},{variant},{ms:.3f},{low:.3f},{high:.3f},{rate:.0f},{energy:.3f},{clock:.0f},{errors[variant]:.1e}"
-        )
-        print("ROW " + row, flush=True)
-        with out.open("a") as file:
-            file.write(row + "\n")
+    sys.path.insert(0, str(HERE.parent))
+    from rows import Rows
+
+    rows = Rows(out)
+    for variant in sorted(cool, key=cool.get):
+        row = {"product": name, "variant": variant, "cool_ms": round(cool[variant], 2)}
+        row |= dict.fromkeys(("ms", "ms_min", "ms_max", "joules", "mhz"), "")
+        if variant in kept:
+            ms, energy, clock = zip(*taken[variant], strict=True)
+            row |= {"ms": round(statistics.median(ms), 3), "ms_min": round(min(ms), 3), "ms_max": round(max(ms), 3)}
+            row |= {"joules": round(statistics.median(energy), 3), "mhz": round(statistics.median(clock))}
+        rows.add(**row, error_to_triton=f"{errors[variant]:.1e}" if variant in errors else "")
 
 
-def spawn(arguments: list[str], seconds: float) -> tuple[int, str]:
-    try:
-        done = subprocess.run(
-            [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds
-        )
-        return done.returncode, done.stdout.decode()
-    except subprocess.TimeoutExpired as late:
-        return HUNG, (late.stdout or b"").decode() + "\nTIMEOUT"
+def everything(args: argparse.Namespace) -> None:
+    """Every part in a process of its own; the checks side by side, the timings one after another."""
+    common = ["--folder", args.folder, "--rounds", args.rounds, "--window", args.window, "--best", args.best]
+    common += ["--out", args.out, *(["--variants", *args.variants] if args.variants else [])]
 
+    def run(*part: str) -> None:
+        done = subprocess.run([sys.executable, __file__, *part, *map(str, common)], capture_output=True, text=True)
+        print(f"{' '.join(part)}: code {done.returncode}\n{(done.stdout + done.stderr).strip()[-4000:]}", flush=True)
 
-def everything(library: Path, out: Path, args: argparse.Namespace) -> None:
-    """Checks of all kinds side by side, then the timings one after another."""
-    begun = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - begun:5.1f}] {text}", flush=True)
-
-    names = Library(library).names
-    from concurrent.futures import ThreadPoolExecutor
-
-    def checked(kind: str) -> list[str]:
-        left = [name.split("/")[1] for name in names if name.split("/")[0] == kind]
-        if args.variants:
-            left = [variant for variant in left if variant in args.variants]
-        passed = []
-        while left:
-            code, text = spawn(["check", kind, "--library", str(library), "--variants", *left], args.limit)
-            say(f"check {kind}: code {code}\n{text.strip()[-3000:]}")
-            done = [line.split()[1].split("/")[1] for line in text.splitlines() if line.startswith(("PASS", "WRONG"))]
-            passed += [line.split()[1].split("/")[1] for line in text.splitlines() if line.startswith("PASS")]
-            left = left[len(done) + 1 :] if code else []  # the one that hung or failed is the next
-        return passed
-
-    with ThreadPoolExecutor(16) as pool:
-        warm = [pool.submit(spawn, ["time", product, "--library", str(library)], 60) for product in KINDS]
-        passed = dict(
-            zip(dict.fromkeys(KINDS.values()), pool.map(checked, dict.fromkeys(KINDS.values())), strict=True)
-        )
-        for product, future in zip(KINDS, warm, strict=True):
-            if future.result()[0]:
-                say(f"warm {product}: {future.result()[1][-1500:]}")
-    out.write_text("product,variant,ms,ms_min,ms_max,tflops,joules,mhz,error_to_triton\n")
-    for product, kind in KINDS.items():
-        if args.products and product not in args.products:
-            continue
-        left = passed[kind]
-        if not left:
-            continue
-        common = ["--library", str(library), "--out", str(out), "--rounds", str(args.rounds), "--best", str(args.best)]
-        while left:
-            code, text = spawn(["time", product, *common, "--variants", *left], args.limit + 20)
-            say(f"time {product}: code {code}\n{text.strip()[-3000:]}")
-            hung = [line.split("/")[-1].split()[0] for line in text.splitlines() if line.startswith("HANG")]
-            left = [variant for variant in left if variant not in hung] if code == HUNG and hung else []
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda kind: build(kind, args.folder), KINDS))
+        list(pool.map(lambda kind: run("check", kind), KINDS))
+    for product in PRODUCTS:
+        run("time", product)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["all", "check", "time", "clusters"])
-    parser.add_argument("what", nargs="?")
-    parser.add_argument("--library", type=Path, required=True)
+    parser.add_argument("part", choices=["all", "check", "time"])
+    parser.add_argument("what", nargs="?", help="a kind of product to check, a product to time")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/grouped"), help="where the variants are built")
     parser.add_argument("--variants", nargs="*")
-    parser.add_argument("--products", nargs="*")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("cuda_h200.csv"))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--window", type=float, default=450, help="milliseconds of a variant's turn")
     parser.add_argument("--best", type=int, default=6, help="variants that are timed hot")
-    parser.add_argument("--limit", type=float, default=25, help="seconds of a process")
     args = parser.parse_args()
     if args.part == "all":
-        everything(args.library, args.out or Path("products.csv"), args)
+        everything(args)
         return
-    library = Library(args.library)
-    if args.part == "clusters":
-        for i, name in enumerate(library.names):
-            print(name, library.c.variant_clusters(i))
-        return
-    kind = KINDS.get(args.what, args.what)
-    variants = args.variants or library.variants(kind)
+    kind = PRODUCTS.get(args.what, args.what)
+    library = Library(args.folder, kind)
+    variants = args.variants or library.names
     if args.part == "check":
         check(library, kind, variants)
     else:
