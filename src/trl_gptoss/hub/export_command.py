@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--private", action="store_true", default=None, help="make the repository private if it is new"
     )
+    parser.set_defaults(parser=parser)
 
 
 def _device(name: str) -> torch.device:
@@ -65,13 +66,19 @@ def _device(name: str) -> torch.device:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.private and not args.push_to_hub:
+        args.parser.error("--private is for the repository of --push-to-hub, which is not given")
     check_save_format(args.save_format)
     if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):
         raise ValueError(f"{args.output} exists and is not an empty folder; remove it or choose another one")
-    if is_adapter(args.source):
-        model, tokenizer = merge_to_full(args.source, args.base, args.device)
-    elif args.base is not None:
+    adapter = is_adapter(args.source)
+    if args.base is not None and not adapter:
         raise ValueError(f"--base is for adapters, but {args.source} has no adapter_config.json")
+    repo_id = None
+    if args.push_to_hub:  # before the work: a token that may not write is found out now
+        repo_id = HfApi().create_repo(args.push_to_hub, private=args.private, exist_ok=True).repo_id
+    if adapter:
+        model, tokenizer = merge_to_full(args.source, args.base, args.device)
     else:
         model = load_full(args.source, args.device)
         tokenizer = load_tokenizer(args.source, model)
@@ -79,8 +86,7 @@ def run(args: argparse.Namespace) -> int:
     save_model(model, args.output, args.save_format)
     save_tokenizer(tokenizer, args.output)
     print(args.output)
-    if args.push_to_hub:
-        repo_id = HfApi().create_repo(args.push_to_hub, private=args.private, exist_ok=True).repo_id
+    if repo_id is not None:
         kind = "mxfp4" if args.save_format == "mxfp4" else "full"
         facts = ModelCardFacts(
             name=clean_name(repo_id), repo_id=repo_id, base_model=model.config._name_or_path or None
