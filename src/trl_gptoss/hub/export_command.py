@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--device",
-        type=_device,
+        type=device,
         default="cpu",
         help="where the weights are loaded, merged and quantised, which must hold all of them (default: cpu; cuda is faster)",
     )
@@ -47,17 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(parser=parser)
 
 
-def _device(name: str) -> torch.device:
+def device(name: str) -> torch.device:
+    """An argument of the command line as a device that can hold a model: the CPU, or a GPU that is there."""
     try:
         device = torch.device(name)
     except RuntimeError:
         raise argparse.ArgumentTypeError(f"{name!r} is no device of torch, expected cpu, cuda or cuda:1") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise argparse.ArgumentTypeError(f"{name}: torch finds no CUDA GPU; leave --device out to export on the CPU")
+        raise argparse.ArgumentTypeError(f"{name}: torch finds no CUDA GPU; take --device cpu")
     if device.type not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(
-            f"{name!r} cannot hold the weights of an export, expected cpu, cuda or cuda:1"
-        )
+        raise argparse.ArgumentTypeError(f"{name!r} cannot hold the weights, expected cpu, cuda or cuda:1")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise argparse.ArgumentTypeError(
             f"{name}: torch finds {torch.cuda.device_count()} CUDA GPU(s), counted from cuda:0; choose one of them"
