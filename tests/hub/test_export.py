@@ -7,6 +7,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_policy import byte_tokenizer, tiny_model
 from transformers import AutoTokenizer, GptOssForCausalLM, Mxfp4Config
 
+from trl_gptoss import merge_and_push
 from trl_gptoss.cli import main
 from trl_gptoss.hub.adapters import merged_weights
 from trl_gptoss.trainers.rollout_weights import quantised
@@ -130,3 +131,14 @@ def test_a_repository_that_cannot_be_made_is_found_out_before_the_work(base, tmp
     with pytest.raises(SystemExit):
         main(["export", str(base), str(tmp_path / "out"), "--private"])
     assert "--push-to-hub, which is not given" in capsys.readouterr().err
+
+
+def test_what_has_no_adapters_is_refused_before_a_repository_is_made(base, monkeypatch):
+    def make(*args, **kwargs):
+        raise AssertionError("a repository was made")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", make)
+    with pytest.raises(ValueError, match="no adapter_config.json; a whole model is uploaded by trl-gptoss export"):
+        merge_and_push(base, "me/model")
+    with pytest.raises(ValueError, match="needs a PeftModel, found GptOssForCausalLM"):
+        merge_and_push(GptOssForCausalLM.from_pretrained(base), "me/model")

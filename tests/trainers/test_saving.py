@@ -190,7 +190,9 @@ def test_what_is_refused(tmp_path):
         build(tmp_path, rollout_weights="int4")
     with pytest.raises(ValueError, match="intermediate_size divisible by 32, found 48"):
         build(tmp_path, save_format="mxfp4", model=tiny_model(intermediate_size=48))
-    with pytest.raises(ValueError, match="intermediate_size divisible by 32, found 48"):
+    with pytest.raises(
+        ValueError, match="rollout_weights='mxfp4' needs a intermediate_size.*Use rollout_weights='trained'"
+    ):
         build(tmp_path, rollout_weights="mxfp4", model=tiny_model(intermediate_size=48))
     with pytest.raises(ValueError, match="train_sinks=True does not go with beta=0.1"):
         build(tmp_path, LORA, train_sinks=True, beta=0.1)

@@ -66,9 +66,16 @@ def merge_and_push(
         `CommitInfo`: of the upload.
 
     Raises:
-        `ValueError`: weights that are sharded, an adapter that is not LoRA, or a model that MXFP4 cannot hold.
+        `ValueError`: no adapter, weights that are sharded, an adapter that is not LoRA, or a model that MXFP4 cannot hold.
     """
     check_save_format(save_format)
+    if isinstance(model, str | os.PathLike):
+        if not is_adapter(str(model)):
+            raise ValueError(f"{model} has no adapter_config.json; a whole model is uploaded by trl-gptoss export")
+    elif not _is_peft(model):
+        raise ValueError(
+            f"merge_and_push needs a PeftModel, found {type(model).__name__}, which has no adapters to merge"
+        )
     repo_id = HfApi(token=token).create_repo(repo_id, private=private, exist_ok=True).repo_id
     if isinstance(model, str | os.PathLike):
         source = str(model)
@@ -130,18 +137,20 @@ def check_save_format(save_format: str, config: PretrainedConfig | None = None) 
     """Raise `ValueError` for a format that does not exist, or that the model of `config` does not have."""
     if save_format not in SAVE_FORMATS:
         raise ValueError(f"save_format is {save_format!r}, expected one of {', '.join(map(repr, SAVE_FORMATS))}.")
-    if save_format == "bf16" or config is None:
-        return
+    if save_format != "bf16" and config is not None:
+        check_quantisable(f"save_format={save_format!r}", "save_format='bf16'", config)
+
+
+def check_quantisable(setting: str, instead: str, config: PretrainedConfig) -> None:
+    """Raise `ValueError`, which names `setting` and says to use `instead`, if MXFP4 cannot hold the model of `config`."""
     if config.get_text_config().model_type != "gpt_oss":
         raise ValueError(
-            f"save_format={save_format!r} writes the layout of openai/gpt-oss, but this is a model of type "
-            f"{config.get_text_config().model_type!r}. Use save_format='bf16'."
+            f"{setting} is the layout of openai/gpt-oss, but this is a model of type "
+            f"{config.get_text_config().model_type!r}. Use {instead}."
         )
     for name, size in (("hidden_size", config.hidden_size), ("intermediate_size", config.intermediate_size)):
         if size % 32:
-            raise ValueError(
-                f"save_format={save_format!r} needs a {name} divisible by 32, found {size}. Use save_format='bf16'."
-            )
+            raise ValueError(f"{setting} needs a {name} divisible by 32, found {size}. Use {instead}.")
 
 
 def load_full(source: str, device: torch.device | str = "cpu") -> nn.Module:
