@@ -239,6 +239,22 @@ def test_the_newest_state_is_read(tmp_path):
     assert find_trainer_state(tmp_path).parent == tmp_path
 
 
+def test_a_state_that_a_crash_left_half_written_is_passed_over_and_named_if_there_is_no_other(tmp_path):
+    for folder, text in (
+        ("checkpoint-9", '{"global_step": 9, "log_history": []}'),
+        ("checkpoint-10", '{"global_step": 1'),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "trainer_state.json").write_text(text)
+    assert find_trainer_state(tmp_path).parent.name == "checkpoint-9"
+    (tmp_path / "evaluation.json").write_text("[{")
+    with pytest.raises(ValueError, match="evaluation.json is no JSON, perhaps it was not written to its end"):
+        make_report(tmp_path)
+    (tmp_path / "checkpoint-9/trainer_state.json").write_text("{}")
+    with pytest.raises(ValueError, match="no trainer_state.json of .* was written to its end: .*checkpoint-10"):
+        make_report(tmp_path)
+
+
 def test_missing_runs_say_what_is_expected(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
         make_report(tmp_path / "none")

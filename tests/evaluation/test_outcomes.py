@@ -133,3 +133,16 @@ def test_what_cannot_be_measured_is_one_line(arguments, message, capsys):
             pass
     assert main(["eval", "gsm8k", "nowhere", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_what_the_command_cannot_do_is_said_before_anything_is_sampled(tmp_path, capsys):
+    for wrong in (["gsm8k", "model", "--stateful"], ["gsm8k", "model", "--dataset-config", "main"]):
+        with pytest.raises(SystemExit):
+            main(["eval", *wrong])
+        assert wrong[2] in capsys.readouterr().err
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert main(["eval", "gsm8k", str(tmp_path)]) == 1
+    assert f"trl-gptoss export {tmp_path} OUT" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["eval", "gsm8k", str(tmp_path / "model"), "--out", str(tmp_path / "file/result.json")]) == 1
+    assert str(tmp_path / "file") in capsys.readouterr().err

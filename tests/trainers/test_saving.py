@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftModel
 from tiny_policy import byte_tokenizer, tiny_model
 from transformers import GptOssForCausalLM, Mxfp4Config
 
+from trl_gptoss import save_pretrained_mxfp4
 from trl_gptoss.hub.adapters import merged_weights
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer
 from trl_gptoss.trainers.rollout_weights import quantised
@@ -90,6 +91,19 @@ def test_mxfp4_alone_takes_the_place_of_the_weights_but_not_in_checkpoints(tmp_p
     resumed = build(tmp_path, save_format="mxfp4", max_steps=3)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))  # trained weights, not quantised ones
     assert resumed.state.global_step == 3
+
+
+def test_gathered_weights_of_a_model_from_mxfp4_are_saved_in_both_formats(tmp_path):
+    """transformers empties the state dict of such a model; the quantised one must not be made of the model's own shards."""
+    save_pretrained_mxfp4(tiny_model(), tmp_path / "base")
+    model = load_quantised(tmp_path / "base")
+    trainer = build(tmp_path / "run", save_format="both", model=model)
+    gathered = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    gathered["model.norm.weight"] *= 2
+    trainer._save(str(tmp_path / "out"), gathered)
+    saved = logits(GptOssForCausalLM.from_pretrained(tmp_path / "out"))
+    assert torch.equal(logits(load_quantised(tmp_path / "out/mxfp4")), saved)
+    assert not torch.allclose(saved, logits(model)) and len(gathered) == len(model.state_dict())
 
 
 def test_a_checkpoint_survives_weights_that_cannot_be_quantised(tmp_path, caplog):
@@ -176,7 +190,9 @@ def test_what_is_refused(tmp_path):
         build(tmp_path, rollout_weights="int4")
     with pytest.raises(ValueError, match="intermediate_size divisible by 32, found 48"):
         build(tmp_path, save_format="mxfp4", model=tiny_model(intermediate_size=48))
-    with pytest.raises(ValueError, match="intermediate_size divisible by 32, found 48"):
+    with pytest.raises(
+        ValueError, match="rollout_weights='mxfp4' needs a intermediate_size.*Use rollout_weights='trained'"
+    ):
         build(tmp_path, rollout_weights="mxfp4", model=tiny_model(intermediate_size=48))
     with pytest.raises(ValueError, match="train_sinks=True does not go with beta=0.1"):
         build(tmp_path, LORA, train_sinks=True, beta=0.1)

@@ -62,7 +62,8 @@ class SavingMixin(Trainer):
         if only_mxfp4 and self.args.should_save and not sharded_at_load:
             self._save_only_mxfp4(folder, state_dict)
             return
-        super()._save(output_dir, state_dict)
+        # transformers empties the dict that it writes, if the model was made from an MXFP4 checkpoint
+        super()._save(output_dir, None if state_dict is None else dict(state_dict))
         if not self.args.should_save:
             return
         if adapters:
