@@ -281,6 +281,26 @@ def test_a_checkpoint_of_another_trainer_is_resumed_with_a_warning(tmp_path, cap
     assert resumed.state.global_step == 4 and "not on the same curves" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"gradient_accumulation_steps": 4},
+        {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "num_generations": 2},
+    ],
+)
+def test_a_run_goes_on_with_batches_of_another_size(tmp_path, caplog, changed):
+    """As after an out-of-memory error. Three steps are 6 micro-batches: the second generation batch is half used."""
+    build(tmp_path, max_steps=3, steps_per_generation=4, gradient_accumulation_steps=2).train()
+    resumed = build(tmp_path, **{"on_policy": "force", "steps_per_generation": 4, **changed})
+    resumed.train(resume_from_checkpoint=True)
+    assert [e["on_policy/forced"] for e in curves(resumed)[3:6]] == [1.0, 1.0, 1.0]
+    assert "gradient_accumulation_steps=2 (now 4)" in caplog.text
+    lengths = {len(rows["completion_ids"]) for rows in resumed._buffered_inputs}
+    assert lengths == {resumed.args.per_device_train_batch_size}
+    steps = [json.loads(line)["step"] for line in (tmp_path / "trajectories.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps) and set(steps) == {1, 3, 4, 5, 6}
+
+
 def test_the_trajectory_file_has_every_logged_step_once(tmp_path):
     build(tmp_path, max_steps=6, save_steps=2).train()
     file = Path(tmp_path / "trajectories.jsonl")

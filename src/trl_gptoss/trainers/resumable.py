@@ -9,7 +9,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from trl import GRPOTrainer
 
-from .checkpointing import LoopState, RandomState, is_complete, last_complete_checkpoint, loop_state_path
+from .checkpointing import BATCHES, LoopState, RandomState, is_complete, last_complete_checkpoint, loop_state_path
 from .interruption import Interruption
 
 logger = get_logger(__name__)
@@ -89,7 +89,11 @@ class ResumableMixin(GRPOTrainer):
             last_logged_step=self._globalstep_last_logged,
             tokens_seen=self.state.num_input_tokens_seen,
             world_size=self.args.world_size,
+            batches=self._batches(),
         )
+
+    def _batches(self) -> dict[str, int]:
+        return {name: getattr(self.args, name) for name in BATCHES}
 
     def _restore_loop_state(self, state: LoopState) -> None:
         self._step = state.step
@@ -110,6 +114,8 @@ class ResumableMixin(GRPOTrainer):
         super()._load_rng_state(checkpoint)
         if checkpoint is None:
             return
+        if self.accelerator.is_main_process:
+            self.sampled_logs.file.discard_after(self.state.global_step)
         if not loop_state_path(checkpoint, self.args.process_index).is_file():
             logger.warning(
                 f"{checkpoint} has no loop state of process {self.args.process_index}: it was written by another trainer "
@@ -117,16 +123,19 @@ class ResumableMixin(GRPOTrainer):
             )
             return
         state = LoopState.load(checkpoint, self.args.process_index, self.args.device)
+        here = self._batches()
+        written = here if state.batches is None else state.batches
+        changed = [f"{name}={written[name]} (now {here[name]})" for name in BATCHES if written[name] != here[name]]
         if state.world_size != self.args.world_size:
+            changed.insert(0, f"{state.world_size} process(es) (now {self.args.world_size})")
+        if changed:
             logger.warning(
-                f"{checkpoint} was written by {state.world_size} process(es), this run has {self.args.world_size}: training "
-                "goes on from its weights and optimizer with a new generation batch, and not on the same curves."
+                f"{checkpoint} was written with {', '.join(changed)}: training goes on from its weights and optimizer with a new "
+                "generation batch, and not on the same curves."
             )
             self.state.num_input_tokens_seen = state.tokens_seen
             return
         self._restore_loop_state(state)
-        if self.accelerator.is_main_process:
-            self.sampled_logs.file.discard_after(self.state.global_step)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.is_in_train and self.model.training and not self._optimizer_is_stepping:
