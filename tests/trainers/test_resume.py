@@ -12,6 +12,7 @@ from cpu_settings import ON_CPU
 from datasets import Dataset
 from logged_curves import curves
 from peft import LoraConfig
+from safetensors.torch import load_file
 from tiny_policy import byte_tokenizer, tiny_model
 from transformers import TrainerCallback
 
@@ -184,6 +185,22 @@ def test_a_failure_loses_no_finished_step(tmp_path, tmp_path_factory, place, fai
     assert_same(resumed, straight)
 
 
+def test_a_callback_that_fails_at_the_end_of_a_step_does_not_lose_it(tmp_path):
+    class Fail(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                raise_error()
+
+    trainer = build(tmp_path, save_steps=100, callbacks=[Fail()])
+    with pytest.raises(OSError, match="disk full"):
+        trainer.train()
+    assert is_complete(tmp_path / "checkpoint-3", 1)
+    saved = load_file(tmp_path / "checkpoint-3/model.safetensors")
+    assert saved.keys() == weights(trainer).keys()
+    for name, value in weights(trainer).items():
+        assert torch.equal(value, saved[name]), name
+
+
 def test_an_interrupt_while_rewards_are_computed_loses_no_finished_step(tmp_path, tmp_path_factory):
     calls = [0]
 
@@ -208,7 +225,7 @@ def test_a_signal_during_the_optimizer_step_waits_for_its_end(tmp_path):
     class Terminate(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, **kwargs):
             if state.global_step == 2:
-                # Trainer's callbacks run in order, ours comes last: this signal arrives inside of the step.
+                # Trainer's callbacks run in order, ours comes last here: this signal arrives inside of the step.
                 interruption = trainer._interruption
                 interruption.deferred = True
                 terminate()

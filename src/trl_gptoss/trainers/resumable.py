@@ -41,8 +41,10 @@ class ResumableMixin(GRPOTrainer):
         self._saved_steps = set()
         # TRL goes on with the rest of the last generation batch when `train` is called again, with other weights.
         self._step, self._generated_at, self._buffered_inputs = 0, -1, None
-        watch = _StepWatch(self)
+        watch, end_of_step = _StepWatch(self), _EndOfStep(self)
         self.add_callback(watch)
+        # Before all others: what one of them raises at the end of a step comes after the step.
+        self.callback_handler.callbacks.insert(0, end_of_step)
         try:
             with self._interruption.installed():
                 try:
@@ -58,6 +60,7 @@ class ResumableMixin(GRPOTrainer):
             return output
         finally:
             self.remove_callback(watch)
+            self.remove_callback(end_of_step)
 
     def _start_epoch(self, epoch: int) -> None:
         """Called before the order of an epoch is drawn."""
@@ -182,7 +185,7 @@ class ResumableMixin(GRPOTrainer):
 
 
 class _StepWatch(TrainerCallback):
-    """Takes snapshots between optimizer steps and ends the run there when a signal has asked for it."""
+    """Takes snapshots between optimizer steps, and knows when one of them goes on."""
 
     def __init__(self, trainer: ResumableMixin) -> None:
         self.trainer = trainer
@@ -214,6 +217,16 @@ class _StepWatch(TrainerCallback):
         self.trainer._interruption.deferred = True
         self.trainer._optimizer_is_stepping = True
 
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.trainer._saved_steps.add(state.global_step)
+
+
+class _EndOfStep(TrainerCallback):
+    """Takes the snapshot of a finished step and ends the run there when a signal has asked for it."""
+
+    def __init__(self, trainer: ResumableMixin) -> None:
+        self.trainer = trainer
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
@@ -228,6 +241,3 @@ class _StepWatch(TrainerCallback):
         else:
             trainer._interruption.deferred = False
         return control
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.trainer._saved_steps.add(state.global_step)
