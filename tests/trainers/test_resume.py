@@ -298,6 +298,40 @@ def test_a_checkpoint_of_another_trainer_is_resumed_with_a_warning(tmp_path, cap
     assert resumed.state.global_step == 4 and "not on the same curves" in caplog.text
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_reference_model_that_follows_the_policy_is_resumed(tmp_path, caplog, saved):
+    tiny_model().save_pretrained(tmp_path / "model")
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(64)])
+
+    def run(output_dir, **settings):
+        settings = {
+            **ON_CPU,
+            "per_device_train_batch_size": 4,
+            "num_generations": 4,
+            "max_steps": 4,
+            "max_rollout_tokens": 6,
+            "learning_rate": 1e-2,
+            "beta": 0.1,
+            "sync_ref_model": True,
+            "ref_model_sync_steps": 2,
+            "model_init_kwargs": {"dtype": "float32"},
+            **settings,
+        }
+        config = GptOssGRPOConfig(str(output_dir), **settings)
+        return GptOssGRPOTrainer(str(tmp_path / "model"), length_reward, config, rows, processing_class=TOKENIZER)
+
+    straight = run(tmp_path / "straight", save_strategy="steps", save_steps=3)
+    straight.train()
+    (tmp_path / "resumed").mkdir()
+    checkpoint = shutil.copytree(tmp_path / "straight/checkpoint-3", tmp_path / "resumed/checkpoint-3")
+    if not saved:
+        (checkpoint / "reference_model.pt").unlink()
+    resumed = run(tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=True)
+    assert (curves(resumed) == curves(straight)) == saved
+    assert ("does not hold the reference model" in caplog.text) != saved
+
+
 @pytest.mark.parametrize(
     "changed",
     [

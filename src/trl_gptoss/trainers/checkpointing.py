@@ -21,6 +21,8 @@ from accelerate.utils import send_to_device
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+REFERENCE = "reference_model.pt"  # weights of the reference model, if it follows the policy (sync_ref_model)
+
 # Settings that the counter and the slices of a loop state belong to.
 BATCHES = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
 

@@ -9,7 +9,16 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from trl import GRPOTrainer
 
-from .checkpointing import BATCHES, LoopState, RandomState, is_complete, last_complete_checkpoint, loop_state_path
+from .checkpointing import (
+    BATCHES,
+    REFERENCE,
+    LoopState,
+    RandomState,
+    is_complete,
+    last_complete_checkpoint,
+    loop_state_path,
+    save_whole,
+)
 from .interruption import Interruption
 
 logger = get_logger(__name__)
@@ -21,7 +30,8 @@ class ResumableMixin(GRPOTrainer):
     Overridden, and why:
         `train`: finds complete checkpoints, handles signals, saves the last finished step when something fails.
         `log`: takes a snapshot of the moment.
-        `_save_rng_state`, `_load_rng_state`: what TRL keeps outside of checkpoints goes along with the random states.
+        `_save_rng_state`, `_load_rng_state`: what TRL keeps outside of checkpoints goes along with the random states; so does
+            a reference model that follows the policy.
     """
 
     _snapshot: tuple[int, LoopState, RandomState] | None = None
@@ -112,6 +122,24 @@ class ResumableMixin(GRPOTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         self._loop_state().save(output_dir, self.args.process_index)
+        if self._saves_reference and self.accelerator.is_main_process:
+            save_whole(self.accelerator.unwrap_model(self.ref_model).state_dict(), Path(output_dir) / REFERENCE)
+
+    @property
+    def _saves_reference(self) -> bool:
+        """Whether the reference model moves with the policy, and this process has it whole."""
+        return self.args.sync_ref_model and not (self.is_deepspeed_enabled or self.is_fsdp_enabled)
+
+    def _load_reference(self, checkpoint: str) -> None:
+        file = Path(checkpoint) / REFERENCE
+        if self._saves_reference and file.is_file():
+            reference = self.accelerator.unwrap_model(self.ref_model)
+            reference.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        elif self.args.sync_ref_model:
+            logger.warning(
+                f"{checkpoint} does not hold the reference model of sync_ref_model=True (it is saved where weights are not "
+                "sharded): the KL term compares with the model that the run began with until the next synchronisation."
+            )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
@@ -119,6 +147,7 @@ class ResumableMixin(GRPOTrainer):
             return
         if self.accelerator.is_main_process:
             self.sampled_logs.file.discard_after(self.state.global_step)
+        self._load_reference(checkpoint)
         if not loop_state_path(checkpoint, self.args.process_index).is_file():
             logger.warning(
                 f"{checkpoint} has no loop state of process {self.args.process_index}: it was written by another trainer "
