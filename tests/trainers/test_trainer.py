@@ -29,6 +29,7 @@ from trl_gptoss.harmony import HarmonyVocabulary
 from trl_gptoss.rollouts import tools as rollout_tools
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer, loading
 from trl_gptoss.trainers.environments import bind_environments
+from trl_gptoss.trainers.harmony_rollouts import check_template_kwargs
 from trl_gptoss.trajectory import StopReason
 
 TOKENIZER = byte_tokenizer()
@@ -690,6 +691,8 @@ def test_settings_that_cannot_work_are_refused(tmp_path):
     for name in ("temperature", "max_new_tokens", "num_beams"):
         with pytest.raises(ValueError, match=f"generation_kwargs sets \\['{name}'\\].*Remove"):
             build(tmp_path, generation_kwargs={name: 2})
+    with pytest.raises(ValueError, match="chat_template_kwargs=.*'high'.*field reasoning_effort \\(now 'medium'\\)"):
+        build(tmp_path, chat_template_kwargs={"reasoning_effort": "high"})
     with pytest.raises(ValueError, match="Several tools are called add"):
         build(tmp_path, tools=[add, functools.wraps(add)(lambda a, b: a - b)])
     with pytest.raises(ValueError, match=r"Counter\.up and one of `tools` have one name"):
@@ -698,6 +701,13 @@ def test_settings_that_cannot_work_are_refused(tmp_path):
         build(tmp_path, model=tiny_model(vocab_size=200, pad_token_id=0))
     with pytest.raises(ValueError, match="lists of messages"):
         build(tmp_path, data=Dataset.from_list([{"prompt": "add 1"}] * 8), max_steps=1).train()
+
+
+def test_template_arguments_are_for_reward_models_only(tmp_path):
+    args = config(tmp_path, chat_template_kwargs={"enable_thinking": False, "reasoning_effort": "low"})
+    with pytest.raises(ValueError, match="chat_template_kwargs={'reasoning_effort': 'low'} has no effect"):
+        check_template_kwargs(args, ["judge"])
+    check_template_kwargs(config(tmp_path, chat_template_kwargs={"enable_thinking": False}), ["judge"])
 
 
 def test_a_rollout_function_of_the_user_goes_before_the_loop(tmp_path):

@@ -49,7 +49,7 @@ from .environments import bind_environments, check_environment_tools, check_tool
 from .experts_options import check_experts_options, prepare_experts
 from .freezing import freeze
 from .guards import check_model
-from .harmony_rollouts import HarmonyRollouts, check_generation_kwargs
+from .harmony_rollouts import HarmonyRollouts, check_generation_kwargs, check_template_kwargs
 from .loading import ATTENTION, is_gpt_oss, load_reward_models, model_init_kwargs
 from .memory_guard import MemoryMixin
 from .offload import CheckpointOffload
@@ -159,6 +159,8 @@ class GptOssGRPOTrainer(
                     "use_transformers_continuous_batching=True does not work with Harmony rollouts: continuous batching "
                     "knows only the attention names of transformers. Unset it, or use use_vllm=True."
                 )
+            if rollout_func is None:
+                check_template_kwargs(args, reward_funcs if isinstance(reward_funcs, list) else [reward_funcs])
         check_tool_names(tools or ())
         environment_factory = bind_environments(environment_factory, args)
         self._before_loading(
