@@ -710,13 +710,16 @@ def test_template_arguments_are_for_reward_models_only(tmp_path):
     check_template_kwargs(config(tmp_path, chat_template_kwargs={"enable_thinking": False}), ["judge"])
 
 
-def test_a_rollout_function_of_the_user_goes_before_the_loop(tmp_path):
+def test_a_rollout_function_of_the_user_goes_before_the_loop(tmp_path, capsys):
     def rollouts(prompts, trainer):
         ids = [WRITE.final("x")] * len(prompts)
-        return {"prompt_ids": [[1, 2]] * len(prompts), "completion_ids": ids, "logprobs": None}
+        theirs = {"trajectories": ["their own"] * len(prompts)}
+        return {"prompt_ids": [[1, 2]] * len(prompts), "completion_ids": ids, "logprobs": None, **theirs}
 
-    trainer = build(tmp_path, rollout_func=rollouts, max_steps=1)
+    trainer = build(tmp_path, rollout_func=rollouts, max_steps=1, log_completions=True, num_completions_to_print=1)
     trainer.train()
+    assert "Prompt" in capsys.readouterr().out  # TRL's table: there is no conversation of ours to print
+    assert not (tmp_path / "trajectories.jsonl").exists()
     assert trainer._engine is None and logged(trainer, "completions/mean_length") == [len(WRITE.final("x"))]
 
 

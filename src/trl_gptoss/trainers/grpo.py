@@ -207,7 +207,7 @@ class GptOssGRPOTrainer(
             f if isinstance(f, nn.Module) else guard(f, name, self._give_up)
             for f, name in zip(self.reward_funcs, self.reward_func_names)
         ]
-        self.sampled_logs = SampledLogs(args, self._tokenizer, self.speaks_harmony)
+        self.sampled_logs = SampledLogs(args, self._tokenizer, self.speaks_harmony and rollout_func is None)
         self._train_sampler: EpochRepeatSampler | None = None
         self._rows: list[dict[str, Any]] = []
         self._local_rewards: torch.Tensor | None = None
@@ -489,7 +489,7 @@ class GptOssGRPOTrainer(
         training = self.model.training
         # TRL prints a table of texts where we print conversations; what it writes to disk and to trackers stays.
         printed = self.num_completions_to_print
-        if self.speaks_harmony:
+        if self._engine is not None:
             self.num_completions_to_print = 0
         try:
             super().log(logs, start_time)
