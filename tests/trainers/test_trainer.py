@@ -754,6 +754,23 @@ def test_a_data_set_without_prompts_says_what_it_has(tmp_path):
         build(tmp_path, data=rows().rename_column("prompt", "question")).train()
 
 
+def test_an_environment_may_own_the_prompt(tmp_path):
+    class Asks(Environment):
+        def reset(self, **row):
+            super().reset(**row)
+            return f"add {row['level']}"
+
+        def wait(self) -> str:
+            """Does nothing."""
+            return ""
+
+    data = Dataset.from_list([{"level": i} for i in range(16)])
+    trainer = build(tmp_path, data=data, environment_factory=Asks, max_steps=1)
+    trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "trajectories.jsonl").read_text().splitlines()]
+    assert lines and all("<|start|>user<|message|>add " in line["prompt_text"] for line in lines)
+
+
 def test_columns_under_the_names_of_the_rollouts_are_refused(tmp_path):
     for name in ("completions", "trajectories"):
         with pytest.raises(ValueError, match=f"columns \\['{name}'\\].*Rename"):

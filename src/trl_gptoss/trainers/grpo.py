@@ -447,7 +447,7 @@ class GptOssGRPOTrainer(
 
     def _check_columns(self, row: dict[str, Any]) -> None:
         """Reward functions get the columns as keyword arguments, beside those of the rollouts."""
-        if "prompt" not in row:
+        if "prompt" not in row and self.environment_factories is None:  # an environment may say the prompt in `reset`
             raise ValueError(
                 f"The data set has the columns {sorted(row)}, and none of them is `prompt`. Rename the column that holds the "
                 "prompts, each a list of messages ([{'role': 'user', 'content': ...}])."
