@@ -730,6 +730,7 @@ def test_a_rollout_function_of_the_user_goes_before_the_loop(tmp_path, capsys):
         (lambda n: 1.0, "it returned 1.0; expected"),
         (lambda n: [1.0], "it returned 1 rewards; expected"),
         (lambda n: ["a"] * n, "it returned 'a' as a reward; expected"),
+        (lambda n: [-math.inf] + [1.0] * (n - 1), "it returned an infinite reward; expected"),
     ],
 )
 def test_what_a_reward_function_returns_is_checked(tmp_path, caplog, returned, reason):

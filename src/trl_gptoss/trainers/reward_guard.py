@@ -58,7 +58,7 @@ def checked(rewards: Iterable[float | None], count: int) -> list[float | None]:
 
     Raises:
         TypeError: it is no sequence, or holds something that is no number.
-        ValueError: it has another length.
+        ValueError: it has another length, or holds an infinite number.
     """
     expected = f"expected a list of {count} numbers (None where the function does not apply), one per completion"
     if rewards is None or isinstance(rewards, (str, bytes, float, int)):
@@ -69,7 +69,10 @@ def checked(rewards: Iterable[float | None], count: int) -> list[float | None]:
     for value in values:
         if isinstance(value, (str, bytes)):
             raise TypeError(f"it returned {value!r} as a reward; {expected}")
-    return [None if value is None else float(value) for value in values]
+    numbers = [None if value is None else float(value) for value in values]
+    if any(number is not None and math.isinf(number) for number in numbers):  # no group has a mean with it
+        raise ValueError(f"it returned an infinite reward; {expected}")
+    return numbers
 
 
 def guard(function: Callable[..., Any], name: str, give_up: Callable[[Exception], None]) -> Callable[..., Any]:
