@@ -772,6 +772,11 @@ def test_an_environment_may_own_the_prompt(tmp_path):
     assert lines and all("<|start|>user<|message|>add " in line["prompt_text"] for line in lines)
 
 
+def test_a_data_set_smaller_than_a_generation_batch_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"has 1 row\(s\).*2 different prompts.*num_generations=4"):
+        build(tmp_path, data=rows(1)).train()
+
+
 def test_columns_under_the_names_of_the_rollouts_are_refused(tmp_path):
     for name in ("completions", "trajectories"):
         with pytest.raises(ValueError, match=f"columns \\['{name}'\\].*Rename"):

@@ -471,6 +471,12 @@ class GptOssGRPOTrainer(
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
         sampler = super()._get_train_sampler(dataset)
+        if len(sampler) == 0:  # `train` would end at once, without an error, with the model as it was
+            raise ValueError(
+                f"The data set has {sampler.num_samples} row(s), and a generation batch takes {sampler.batch_size} different prompts "
+                f"(generation_batch_size={self.args.generation_batch_size} completions, num_generations={self.num_generations}): "
+                "nothing could be trained on. Set a larger num_generations, or smaller batches."
+            )
         self._train_sampler = EpochRepeatSampler(
             data_source=sampler.data_source,
             mini_repeat_count=sampler.mini_repeat_count,
