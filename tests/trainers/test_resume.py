@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from cpu_settings import ON_CPU
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from logged_curves import curves
 from peft import LoraConfig
 from safetensors.torch import load_file
@@ -116,6 +116,39 @@ def test_three_steps_and_three_more_are_six(tmp_path, tmp_path_factory, settings
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 6
     assert_same(resumed, straight)
+
+
+@pytest.mark.parametrize("step", [2, pytest.param(3, marks=pytest.mark.slow), 4, 5])
+def test_a_streamed_data_set_goes_on_where_it_was(tmp_path, tmp_path_factory, step):
+    """Its passes have three steps, and the order of each is another one."""
+
+    def stream():
+        for i in range(3):
+            yield {"prompt": [{"role": "user", "content": f"say {i}"}]}
+
+    def run(output_dir, **settings):
+        trainer = build(output_dir, **{"save_steps": 1, **settings})
+        trainer.train_dataset = IterableDataset.from_generator(stream)
+        trainer.args.accelerator_config.dispatch_batches = False
+        trainer.accelerator.dataloader_config.dispatch_batches = False
+        return trainer
+
+    if "streamed" not in _straight:
+        _straight["streamed"] = run(tmp_path_factory.mktemp("streamed"))
+        _straight["streamed"].train()
+    straight = _straight["streamed"]
+    shutil.copytree(Path(straight.args.output_dir) / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
+    resumed = run(tmp_path, save_steps=100)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(resumed, straight)
+
+
+def test_a_finished_run_trains_no_further_step(tmp_path):
+    build(tmp_path, max_steps=2, save_steps=2).train()
+    resumed = build(tmp_path, max_steps=2, save_steps=2)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2
+    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
 def test_without_the_loop_state_the_curves_would_part(tmp_path, tmp_path_factory):

@@ -96,7 +96,8 @@ class GptOssGRPOTrainer(
             parallelism.
         In [`RouterReplayMixin`]: `_generate_and_score_completions`, `compute_loss`, `training_step`: router replay.
         In [`MemoryMixin`]: `_prepare_inputs`, `compute_loss`, `training_step`: memory measured, explained, tried again.
-        In [`ResumableMixin`]: `train`, `_save_rng_state`, `_load_rng_state`: exact resumption.
+        In [`ResumableMixin`]: `train`, `_init_training_state`, `_run_epoch`, `_save_rng_state`, `_load_rng_state`: exact
+            resumption.
         In [`SavingMixin`]: `_save`, `create_model_card`, `push_to_hub`, `_push_from_checkpoint`: formats and publishing.
     """
 

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from datasets import IterableDataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from trl import GRPOTrainer
 
@@ -29,6 +31,8 @@ class ResumableMixin(GRPOTrainer):
 
     Overridden, and why:
         `train`: finds complete checkpoints, handles signals, saves the last finished step when something fails.
+        `_init_training_state`, `_run_epoch`: where in a streamed data set a resumed run goes on; one that has all its steps
+            trains no further one.
         `log`: takes a snapshot of the moment.
         `_save_rng_state`, `_load_rng_state`: what TRL keeps outside of checkpoints goes along with the random states; so does
             a reference model that follows the policy.
@@ -71,6 +75,33 @@ class ResumableMixin(GRPOTrainer):
         finally:
             self.remove_callback(watch)
             self.remove_callback(end_of_step)
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        start = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if resume_from_checkpoint is None or not isinstance(self.train_dataset, IterableDataset):
+            return start
+        if self.args.ignore_data_skip:
+            return start
+        # transformers takes `max_steps` for the length of a stream: every checkpoint would be one of its first pass.
+        saved = TrainerState.load_from_json(str(Path(resume_from_checkpoint) / TRAINER_STATE_NAME))
+        passes = int(saved.epoch)
+        steps = round((saved.epoch - passes) * saved.max_steps)
+        return passes, steps * self.args.gradient_accumulation_steps
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:  # transformers would train one step more
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
 
     def _start_epoch(self, epoch: int) -> None:
         """Called before the order of an epoch is drawn."""
