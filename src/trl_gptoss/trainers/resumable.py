@@ -53,8 +53,7 @@ class ResumableMixin(GRPOTrainer):
         self._interruption = Interruption(single_process=self.args.world_size == 1)
         self._snapshot = None
         self._saved_steps = set()
-        # TRL goes on with the rest of the last generation batch when `train` is called again, with other weights.
-        self._step, self._generated_at, self._buffered_inputs = 0, -1, None
+        self._forget_last_run()
         watch, end_of_step = _StepWatch(self), _EndOfStep(self)
         self.add_callback(watch)
         # Before all others: what one of them raises at the end of a step comes after the step.
@@ -75,6 +74,15 @@ class ResumableMixin(GRPOTrainer):
         finally:
             self.remove_callback(watch)
             self.remove_callback(end_of_step)
+
+    def _forget_last_run(self) -> None:
+        """What a run that ended, or was broken off in the middle of a step, has left in this process."""
+        # TRL goes on with the rest of the last generation batch when `train` is called again, with other weights.
+        self._step, self._generated_at, self._buffered_inputs = 0, -1, None
+        self._checked_at, self._correction_rows, self._entropy_window_stats = -1, [], None
+        self._current_train_step_time = 0.0
+        for values in (*self._metrics.values(), self._pending_metrics, self._pending_extra_logs):
+            values.clear()
 
     def _init_training_state(
         self,
