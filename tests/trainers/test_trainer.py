@@ -855,6 +855,20 @@ def test_environments_are_closed_at_the_end_and_made_anew_for_an_evaluation(tmp_
     assert Closing.built > built
 
 
+def test_an_environment_that_cannot_be_closed_does_not_cost_the_run(tmp_path, caplog):
+    class Gone(Environment):
+        def wait(self) -> str:
+            """Does nothing."""
+            return ""
+
+        @not_a_tool
+        def close(self):
+            raise ConnectionError("no such container")
+
+    build(tmp_path, environment_factory=Gone, max_steps=1).train()
+    assert "Gone.close() raised ConnectionError: no such container" in caplog.text
+
+
 def test_a_loss_that_keeps_its_log_probs_to_itself_is_no_error(tmp_path, monkeypatch):
     def fused(this, model, inputs):
         assert "old_per_token_logps" not in inputs

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import nn
@@ -68,6 +69,8 @@ from .vllm_rollouts import VllmMixin
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
+
+logger = get_logger(__name__)
 
 
 class GptOssGRPOTrainer(
@@ -408,7 +411,10 @@ class GptOssGRPOTrainer(
         for name, pool in self._environment_pool.items():
             for environment in pool:
                 if isinstance(environment, Environment):
-                    environment.close()
+                    try:
+                        environment.close()
+                    except Exception as error:  # foreign code, and a trained model waits to be saved behind it
+                        logger.warning(f"{type(environment).__name__}.close() raised {type(error).__name__}: {error}")
             self._environment_pool[name] = []
         self.environments = None
 
