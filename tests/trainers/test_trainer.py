@@ -415,6 +415,14 @@ def test_effort_and_date_of_the_prompt(tmp_path):
         assert "Current date: 2026-02-03" in text
 
 
+def test_adapters_may_train_tokens(tmp_path):
+    peft_config = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[VOCABULARY.call])
+    trainer = build(tmp_path, peft_config=peft_config, max_steps=1)
+    names = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
+    assert any("trainable_tokens_delta" in name for name in names)
+    trainer.train()
+
+
 def test_stop_ids_end_up_everywhere(tmp_path):
     trainer = build(tmp_path, max_steps=1)
     trainer.train()

@@ -328,7 +328,7 @@ class GptOssGRPOTrainer(
 
     def _check_stop_ids(self, stop_ids: list[int]) -> None:
         """The three ids that end a Harmony turn are not negotiable, and the model must be able to sample them."""
-        rows = self._base_model.get_input_embeddings().num_embeddings
+        rows = self._base_model.config.get_text_config().vocab_size  # PEFT may wrap the embedding, ZeRO-3 empties it
         if max(stop_ids) >= rows:
             raise ValueError(
                 f"The tokenizer ends turns with the ids {stop_ids}, but the model's embedding has only {rows} rows: they "
