@@ -234,6 +234,14 @@ def test_a_callback_that_fails_at_the_end_of_a_step_does_not_lose_it(tmp_path):
         assert torch.equal(value, saved[name]), name
 
 
+def test_without_optimizer_states_nobody_is_told_to_resume(tmp_path, caplog):
+    trainer = build(tmp_path, save_steps=100, save_only_model=True, callbacks=[FailAt("step begin", raise_error)])
+    with pytest.raises(OSError, match="disk full"):
+        trainer.train()
+    assert (tmp_path / "checkpoint-4/model.safetensors").is_file()
+    assert "saved checkpoint-4. With save_only_model=True it is a model to begin with" in caplog.text
+
+
 def test_an_interrupt_while_rewards_are_computed_loses_no_finished_step(tmp_path, tmp_path_factory):
     calls = [0]
 

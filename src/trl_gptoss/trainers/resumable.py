@@ -249,7 +249,10 @@ class ResumableMixin(GRPOTrainer):
         self._restore_loop_state(loop_state)
         random_state.restore()
         self._save_checkpoint(self.model_wrapped, trial=None)
-        logger.error(f"{reason}: saved {name}. Resume from it with resume_from_checkpoint=True.")
+        advice = "Resume from it with resume_from_checkpoint=True."
+        if self.args.save_only_model:
+            advice = "With save_only_model=True it is a model to begin with, and no run to resume."
+        logger.error(f"{reason}: saved {name}. {advice}")
 
 
 class _StepWatch(TrainerCallback):
