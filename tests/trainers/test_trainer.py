@@ -758,6 +758,16 @@ def test_tensors_and_missing_values_are_rewards(tmp_path):
     assert logged(trainer, "reward") == [2.0]
 
 
+def test_an_async_judge_with_some_arguments_set_is_awaited(tmp_path):
+    class Judge:
+        async def __call__(self, completions, value, **kwargs):
+            return [value] * len(completions)
+
+    trainer = build(tmp_path, functools.partial(Judge(), value=2.0), max_steps=1)
+    trainer.train()
+    assert logged(trainer, "reward") == [2.0]
+
+
 def test_a_data_set_without_prompts_says_what_it_has(tmp_path):
     with pytest.raises(ValueError, match=r"has the columns \['question'\].*`prompt`"):
         build(tmp_path, data=rows().rename_column("prompt", "question")).train()

@@ -1,13 +1,13 @@
 """A reward function that fails costs its batch, not the run; one that keeps failing ends the run."""
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from trl.trainer.utils import is_async_callable
 
 logger = get_logger(__name__)
 
@@ -78,7 +78,7 @@ def checked(rewards: Iterable[float | None], count: int) -> list[float | None]:
 def guard(function: Callable[..., Any], name: str, give_up: Callable[[Exception], None]) -> Callable[..., Any]:
     """Wrap a reward function (plain or coroutine) in a [`RewardGuard`]."""
     state = RewardGuard(name, give_up)
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+    if is_async_callable(function):
 
         async def guarded(**kwargs: Any) -> list[float | None]:
             try:
