@@ -7,6 +7,7 @@ import math
 import random
 import threading
 
+import pandas
 import pytest
 import torch
 from cpu_settings import ON_CPU
@@ -461,6 +462,29 @@ def test_a_failing_reward_costs_its_batch_and_three_in_a_row_end_the_run(tmp_pat
     with pytest.raises(RuntimeError, match="'never' failed 3 times in a row.*judge is down"):
         trainer.train()
     assert trainer.state.global_step == 2
+
+
+def test_columns_that_only_some_batches_log_stay_beside_their_rollouts(tmp_path):
+    calls = []
+
+    def reward(completion_ids, log_extra, **kwargs):
+        calls.append(len(completion_ids))
+        if len(calls) == 1:
+            raise OSError("judge unreachable")
+        log_extra("length", [len(ids) for ids in completion_ids])
+        if len(calls) == 3:
+            log_extra("third", ["yes"] * len(completion_ids))
+        return [1.0] * len(completion_ids)
+
+    settings = {"per_device_eval_batch_size": 4, "num_generations_eval": 1, "num_completions_to_print": 0}
+    trainer = build(tmp_path, reward, eval_dataset=rows(8), log_completions=True, max_steps=1, **settings)
+    trainer.evaluate()  # two batches of four
+    trainer.train()  # one of eight: calls 1 and 2 are no longer in the table
+    trainer.evaluate()
+    [before, after] = [pandas.read_parquet(file) for file in sorted((tmp_path / "completions").glob("*.parquet"))]
+    assert before["length"].isna().tolist() == [True] * 4 + [False] * 4
+    assert len(after) == 8 and after["third"].isna().all() and not after["length"].isna().any()
+    assert trainer._logs["extra"].keys() == {"length", "third"}
 
 
 def test_rewards_that_do_not_apply_are_not_failures(tmp_path):

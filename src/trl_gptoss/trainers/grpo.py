@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
+from accelerate.utils import gather_object, is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import nn
 from torch.utils.data import Sampler
@@ -89,7 +89,7 @@ class GptOssGRPOTrainer(
         `create_accelerator_and_postprocess`: under FSDP2 log-probs stay in float32, and the head can be fused.
         `_generate_and_score_completions`: rows are kept for their columns; remembers which weights generated.
         `_generate`: the Harmony loop.
-        `_calculate_rewards`: a failed reward function discards its rows.
+        `_calculate_rewards`: a failed reward function discards its rows; columns of `log_extra` stay complete.
         `_get_train_sampler`, `_start_epoch`: a shuffle that can be resumed in any epoch.
         `log`: sampled rollouts to disk, conversations to the terminal.
         In [`CorrectionMixin`]: `_generate_and_score_completions`, `_compute_loss`,
@@ -471,10 +471,20 @@ class GptOssGRPOTrainer(
         self, inputs: list[dict[str, Any]], prompts: list, completions: list, completion_ids_list: list[list[int]]
     ) -> torch.Tensor:
         rewards_NF = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._complete_extra_columns(len(prompts))
         rewards_NF = discard_failed_rows(rewards_NF)
         start = self.accelerator.process_index * len(prompts)
         self._local_rewards = rewards_NF[start : start + len(prompts)]
         return rewards_NF
+
+    def _complete_extra_columns(self, rows: int) -> None:
+        """None where `log_extra` was not called (a reward that failed, or that logs some batches only): TRL writes a table of the
+        last batches, whose columns have to be of one length and about the same rollouts."""
+        columns = self._logs["extra"]
+        for name in set(gather_object(list(self._pending_extra_logs))) - set(columns):
+            columns[name].extend([None] * len(self._logs["prompt"]))
+        for name in set(columns) - set(self._pending_extra_logs):
+            self._pending_extra_logs[name] = [None] * rows
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
         sampler = super()._get_train_sampler(dataset)
