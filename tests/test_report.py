@@ -204,6 +204,22 @@ def test_first_and_last_step_are_shown_and_lost_steps_are_not(run_dir):
     assert steps[0] == "Step 1" and steps[-1] == "Step 60" and len(steps) == 6
 
 
+@pytest.mark.parametrize(
+    ("prompt", "shown"),
+    [
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "Add 1 "}, {"type": "text", "text": "and 2."}]}],
+            "Add 1 and 2.",
+        ),
+        (None, "(of the environment)"),
+    ],
+)
+def test_the_question_of_every_kind_of_prompt(run_dir, prompt, shown):
+    lines = (run_dir / "trajectories.jsonl").read_text().splitlines()
+    (run_dir / "trajectories.jsonl").write_text(json.dumps({**json.loads(lines[0]), "prompt": prompt}) + "\n")
+    assert Page(make_report(run_dir).read_text()).text["q"] == [shown]
+
+
 def test_any_trl_run_works(tmp_path):
     """An SFT run: a loss, nothing else."""
     state = {"global_step": 3, "log_history": [{"step": s, "loss": 1 / s, "epoch": 0.1} for s in (1, 2, 3)]}

@@ -1,5 +1,6 @@
 """Evaluation through the trainer: every answer is counted once, under its problem, whatever the batches look like."""
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -58,13 +59,23 @@ def test_training_is_not_recorded_and_the_name_stays(tmp_path):
 
 def test_answers_without_a_verdict_are_said_to_be_missing(tmp_path):
     def reward(completions, answer, **kwargs):
-        return [None if a == "3" else 1.0 for a in answer]
+        return [{"3": None, "4": float("nan")}.get(a, 1.0) for a in answer]
 
     outcomes = Outcomes(reward)
     row = outcomes.evaluate(trainer(tmp_path, outcomes), PROBLEMS, answers=1)
-    assert (row["correct"], row["unscored"], row["accuracy"]) == (6, 1, 1.0)
+    assert (row["correct"], row["unscored"], row["accuracy"]) == (5, 2, 1.0)
     with pytest.raises(RuntimeError, match="no answer of the evaluation got a verdict"):
         summary({}, 7, 1)
+
+
+def test_an_async_judge_is_awaited(tmp_path):
+    class Judge:
+        async def __call__(self, completions, answer, strict, **kwargs):
+            return [float(int(a) % 2) for a in answer]
+
+    outcomes = Outcomes(functools.partial(Judge(), strict=True))
+    row = outcomes.evaluate(trainer(tmp_path, outcomes), PROBLEMS, answers=1)
+    assert (row["correct"], row["unscored"]) == (3, 0)
 
 
 def test_groups_in_the_evaluation_are_refused(tmp_path):

@@ -237,3 +237,16 @@ def test_the_card_names_the_environment_also_after_the_run(tmp_path):
     card = (tmp_path / "README.md").read_text()
     assert "Multi-turn rollouts; environment Counter;" in card
     assert "; at most 3 turns; at most 9 tokens after the prompt." in card
+
+
+def test_the_card_counts_the_problems_of_each_evaluation(tmp_path):
+    trainer = build(tmp_path)
+    rows = trainer.train_dataset
+    trainer.eval_dataset = {"easy": rows.select(range(4)), "hard": rows.select(range(12))}
+    log = trainer.evaluate()
+    found = {row["evaluation"]: row["problems"] for row in trainer._evaluations()}
+    assert found == {"easy: length_reward": 4, "hard: length_reward": 12}
+    assert trainer._evaluations()[1]["mean"] == log["eval_rewards/length_reward/mean"]  # the last one is "hard"
+    trainer.eval_dataset = rows.select(range(8))
+    trainer.evaluate()
+    assert [(row["evaluation"], row["problems"]) for row in trainer._evaluations()] == [("length_reward", 8)]
