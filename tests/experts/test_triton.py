@@ -112,7 +112,6 @@ def test_blocks_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cuda_path, "_SMALL_BUFFER", 0)
     monkeypatch.setattr(cuda_path, "_COLUMN_BLOCK", 16)
-    monkeypatch.setattr(cuda_path, "_COPY_BLOCK", 24)
     compare(case(21, 2, 4, 40, 36, 16), 2e-5)
 
 
@@ -175,6 +174,25 @@ def test_tensor_descriptors(monkeypatch: pytest.MonkeyPatch, store: bool) -> Non
     monkeypatch.setattr(cuda_path, "tile_config", lambda *arguments: config)
     compare(case(37, 2, 3, 64, 48, 0, "foreign"), 2e-5)
     compare(case(60, 2, 3, 64, 48), 2e-5)
+
+
+@runnable
+@pytest.mark.parametrize(("hidden", "widths"), [(144, {32}), (176, {32, 64})])
+def test_narrow_tiles(monkeypatch: pytest.MonkeyPatch, hidden: int, widths: set[int]) -> None:
+    """What tiles of 128 columns leave over: 16, 32 or 48 columns."""
+    from trl_gptoss.experts import cuda_path, tiles
+    from trl_gptoss.experts.tuning import TileConfig
+
+    if not GPU:
+        aligned = lambda m: m.stride(1) == 1 and m.stride(0) * m.element_size() % 16 == 0  # noqa: E731
+        monkeypatch.setattr(tiles, "can_describe", aligned)
+    used, original = set(), tiles.narrow_columns
+    monkeypatch.setattr(tiles, "narrow_columns", lambda *sizes: used.add(original(*sizes)) or original(*sizes))
+    config = TileConfig(64 if GPU else 16, 128, 16, 4, 2, 2, 1, tma=True, tma_store=True, narrow=True)
+    monkeypatch.setattr(cuda_path, "tile_config", lambda *arguments: config)
+    compare(case(60, 2, 3, hidden, 144), 2e-5)
+    compare(case(37, 2, 3, hidden, 144, 0, "foreign"), 2e-5)
+    assert used == widths
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs the triton package")

@@ -3,9 +3,9 @@
 Shape legend: T tokens, k = top_k, M = T * k assignments, H hidden, I intermediate, R rank of an adapter.
 
 Memory at the widest point, in rows of M: forward 2I (kept for backward) + I + one block of columns of H; backward
-2I + I + one block of columns of H, the gradients of the two products overwriting their inputs. Inputs are gathered
-inside the products, or from sorted copies where that is faster: slices of rows (`presort`), blocks of columns for the
-gradient of the first weight, and all of `grad` when `down` is trained, where one copy serves two products.
+2I + I, then 2I + H, the gradients of the two products overwriting their inputs. Inputs are gathered inside the products,
+or from sorted copies where that is faster: slices of rows (`presort`), all of `x` for the gradient of the first weight,
+and all of `grad` when `down` is trained (2I + I + H for that while), where one copy serves two products.
 """
 
 from typing import Any
@@ -26,18 +26,14 @@ from .tuning import TileConfig, cdiv, low_rank_config, low_rank_wgrad_config, ti
 # columns so that the buffer stays below a third of its full size; small ones in one launch.
 _COLUMN_BLOCK = 1024
 _SMALL_BUFFER = 64 * 2**20
-# Columns of one sorted copy for the weight gradient of the first product, which reads the other operand once for every
-# copy: as wide as the final buffers of backward allow without a higher peak.
-_COPY_BLOCK = 1536
 # Bytes of one sorted slice of `presort`: no more than the buffer of the second product at 32768 tokens.
 _SLICE = 256 * 2**20
 
 
-def _column_blocks(rows: int, width: int, like: torch.Tensor, block: int | None = None) -> list[tuple[int, int]]:
+def _column_blocks(rows: int, width: int, like: torch.Tensor) -> list[tuple[int, int]]:
     if rows * width * like.element_size() <= _SMALL_BUFFER:
         return [(0, width)]
-    block = block or _COLUMN_BLOCK
-    return [(begin, min(begin + block, width)) for begin in range(0, width, block)]
+    return [(begin, min(begin + _COLUMN_BLOCK, width)) for begin in range(0, width, _COLUMN_BLOCK)]
 
 
 def _low_rank(rows, factor, order, offsets, top_k, *, gather=False, transpose=False):
@@ -289,42 +285,34 @@ def backward(
     if params.lora_up_in is not None:
         thin = _low_rank(d_gate_up, params.lora_up_out, order, offsets, top_k, transpose=True)
     if needs.gate_up or needs.lora_up_in:
-        blocks = _column_blocks(M, x.shape[1], x, _COPY_BLOCK)
-        copy = x.new_empty(padded_rows(M, experts), blocks[0][1])
-        d_up = target("gate_up") if needs.gate_up else None
-        d_lora = target("lora_up_in") if needs.lora_up_in else None
-        for begin, end in blocks:
-            sorted_x = copy[:, : end - begin]
-            gather_rows(x[:, begin:end], order, offsets, top_k, out=sorted_x)
-            if needs.gate_up:
-                wgrad("wgrad_up", sorted_x, d_gate_up, d_up[:, begin:end], padded_a=True)
-            if needs.lora_up_in:
-                wgrad("low", sorted_x, thin, d_lora[:, begin:end], padded_a=True)
-        del copy, sorted_x
+        sorted_x = x.new_empty(padded_rows(M, experts), x.shape[1])
+        gather_rows(x, order, offsets, top_k, out=sorted_x)
+        if needs.gate_up:
+            wgrad("wgrad_up", sorted_x, d_gate_up, target("gate_up"), padded_a=True)
+        if needs.lora_up_in:
+            wgrad("low", sorted_x, thin, target("lora_up_in"), padded_a=True)
+        del sorted_x
     if needs.lora_up_out:
         low = _low_rank(x, params.lora_up_in, order, offsets, top_k, gather=True)
         wgrad("low", low, d_gate_up, target("lora_up_out"))
     low_rank = None if thin is None else (thin, params.lora_up_in.transpose(1, 2).contiguous())
     d_x = None
     if needs.x:
+        rows = x.new_empty(M, x.shape[1])
+        grouped_gemm(
+            d_gate_up,
+            params.gate_up,
+            offsets,
+            tile_config("grad_input", M, experts, x),
+            top_k=top_k,
+            out=rows,
+            order=order,
+            scatter=True,
+            transpose_b=True,
+            low_rank=low_rank,
+        )
         d_x = torch.empty_like(x)
-        blocks = _column_blocks(M, x.shape[1], x)
-        buffer = x.new_empty(M, blocks[0][1])
-        for begin, end in blocks:
-            grouped_gemm(
-                d_gate_up,
-                params.gate_up,
-                offsets,
-                tile_config("grad_input", M, experts, x),
-                top_k=top_k,
-                out=buffer,
-                order=order,
-                scatter=True,
-                transpose_b=True,
-                low_rank=low_rank,
-                columns=(begin, end),
-            )
-            combine(buffer, index, d_x[:, begin:end], experts)
+        combine(rows, index, d_x, experts)
     if into is not None:
         return Gradients(d_x, d_weight, *into)
     return Gradients(d_x, d_weight, *(found.get(name) for name in ExpertParams._fields))
