@@ -3,9 +3,10 @@
 Shape legend: T tokens, k = top_k, M = T * k assignments, H hidden, I intermediate, R rank of an adapter.
 
 Memory at the widest point, in rows of M: forward 2I (kept for backward) + I + one block of columns of H; backward
-2I + I, then 2I + H, the gradients of the two products overwriting their inputs. Inputs are gathered inside the products,
-or from sorted copies where that is faster: slices of rows (`presort`), all of `x` for the gradient of the first weight,
-and all of `grad` when `down` is trained (2I + I + H for that while), where one copy serves two products.
+2I + I (+ H when `down` is trained), then 2I + H, the gradients of the two products overwriting their inputs. The gradient
+of the first weight, the largest of all, comes last, with 2I and one block. Inputs are gathered inside the products, or from
+sorted copies where that is faster: slices of rows (`presort`), blocks of columns for the gradient of the first weight,
+and all of `grad` when `down` is trained, where one copy serves two products.
 """
 
 from typing import Any
@@ -284,17 +285,6 @@ def backward(
     thin = None
     if params.lora_up_in is not None:
         thin = _low_rank(d_gate_up, params.lora_up_out, order, offsets, top_k, transpose=True)
-    if needs.gate_up or needs.lora_up_in:
-        sorted_x = x.new_empty(padded_rows(M, experts), x.shape[1])
-        gather_rows(x, order, offsets, top_k, out=sorted_x)
-        if needs.gate_up:
-            wgrad("wgrad_up", sorted_x, d_gate_up, target("gate_up"), padded_a=True)
-        if needs.lora_up_in:
-            wgrad("low", sorted_x, thin, target("lora_up_in"), padded_a=True)
-        del sorted_x
-    if needs.lora_up_out:
-        low = _low_rank(x, params.lora_up_in, order, offsets, top_k, gather=True)
-        wgrad("low", low, d_gate_up, target("lora_up_out"))
     low_rank = None if thin is None else (thin, params.lora_up_in.transpose(1, 2).contiguous())
     d_x = None
     if needs.x:
@@ -313,6 +303,22 @@ def backward(
         )
         d_x = torch.empty_like(x)
         combine(rows, index, d_x, experts)
+        del rows
+    if needs.gate_up or needs.lora_up_in:
+        blocks = _column_blocks(M, x.shape[1], x)
+        copy = x.new_empty(padded_rows(M, experts), blocks[0][1])
+        d_up = target("gate_up") if needs.gate_up else None
+        d_lora = target("lora_up_in") if needs.lora_up_in else None
+        for begin, end in blocks:
+            sorted_x = copy[:, : end - begin]
+            gather_rows(x[:, begin:end], order, offsets, top_k, out=sorted_x)
+            if needs.gate_up:
+                wgrad("wgrad_up", sorted_x, d_gate_up, d_up[:, begin:end], padded_a=True)
+            if needs.lora_up_in:
+                wgrad("low", sorted_x, thin, d_lora[:, begin:end], padded_a=True)
+    if needs.lora_up_out:
+        low = _low_rank(x, params.lora_up_in, order, offsets, top_k, gather=True)
+        wgrad("low", low, d_gate_up, target("lora_up_out"))
     if into is not None:
         return Gradients(d_x, d_weight, *into)
     return Gradients(d_x, d_weight, *(found.get(name) for name in ExpertParams._fields))

@@ -40,6 +40,7 @@ def launches(
     copy = torch.empty(padded_rows(M, experts), H, **options)
     gather_rows(x, order, offsets, top_k, out=copy)
     d_up, d_down = torch.empty_like(gate_up), torch.empty_like(down)
+    part, d_part = copy[:, : columns[1]], d_up[:, : columns[1]]  # as wide as backward's
     yield "up", lambda c: gathered_product(x, gate_up, order, offsets, c, top_k=top_k, **gate, out=product)
     yield "up_eval", lambda c: gathered_product(x, gate_up, order, offsets, c, top_k=top_k, **gate)
     yield "down", lambda c: grouped_gemm(act, down, offsets, c, **scattered, **block, bias=down_bias, weight=weight)
@@ -49,7 +50,7 @@ def launches(
         lambda c: grouped_gemm(copy, down, offsets, c, order=order, padded_a=True, **backward),
     )
     yield "grad_input", lambda c: grouped_gemm(both, gate_up, offsets, c, **scattered, out=rows, transpose_b=True)
-    yield "wgrad_up", lambda c: grouped_wgrad(copy, both, d_up, offsets, c, padded_a=True)
+    yield "wgrad_up", lambda c: grouped_wgrad(part, both, d_part, offsets, c, padded_a=True)
     yield "wgrad_down", lambda c: grouped_wgrad(act, copy, d_down, offsets, c, padded_b=True)
 
 
