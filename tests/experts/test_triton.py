@@ -112,6 +112,7 @@ def test_blocks_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cuda_path, "_SMALL_BUFFER", 0)
     monkeypatch.setattr(cuda_path, "_COLUMN_BLOCK", 16)
+    monkeypatch.setattr(cuda_path, "_COPY_BLOCK", 24)
     compare(case(21, 2, 4, 40, 36, 16), 2e-5)
 
 

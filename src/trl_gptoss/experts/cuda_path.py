@@ -4,7 +4,7 @@ Shape legend: T tokens, k = top_k, M = T * k assignments, H hidden, I intermedia
 
 Memory at the widest point, in rows of M: forward 2I (kept for backward) + I + one block of columns of H; backward
 2I + I (+ H when `down` is trained), then 2I + H, the gradients of the two products overwriting their inputs. The gradient
-of the first weight, the largest of all, comes last, with 2I and one block. Inputs are gathered inside the products, or from
+of the first weight, the largest of all, comes last, with 2I and one block of columns of H. Inputs are gathered inside the products, or from
 sorted copies where that is faster: slices of rows (`presort`), blocks of columns for the gradient of the first weight,
 and all of `grad` when `down` is trained, where one copy serves two products.
 """
@@ -27,14 +27,18 @@ from .tuning import TileConfig, cdiv, low_rank_config, low_rank_wgrad_config, ti
 # columns so that the buffer stays below a third of its full size; small ones in one launch.
 _COLUMN_BLOCK = 1024
 _SMALL_BUFFER = 64 * 2**20
+# Columns of one sorted copy for the weight gradient of the first product, which reads the other operand once for every
+# copy.
+_COPY_BLOCK = 1536
 # Bytes of one sorted slice of `presort`: no more than the buffer of the second product at 32768 tokens.
 _SLICE = 256 * 2**20
 
 
-def _column_blocks(rows: int, width: int, like: torch.Tensor) -> list[tuple[int, int]]:
+def _column_blocks(rows: int, width: int, like: torch.Tensor, block: int | None = None) -> list[tuple[int, int]]:
     if rows * width * like.element_size() <= _SMALL_BUFFER:
         return [(0, width)]
-    return [(begin, min(begin + _COLUMN_BLOCK, width)) for begin in range(0, width, _COLUMN_BLOCK)]
+    block = block or _COLUMN_BLOCK
+    return [(begin, min(begin + block, width)) for begin in range(0, width, block)]
 
 
 def _low_rank(rows, factor, order, offsets, top_k, *, gather=False, transpose=False):
@@ -305,7 +309,7 @@ def backward(
         combine(rows, index, d_x, experts)
         del rows
     if needs.gate_up or needs.lora_up_in:
-        blocks = _column_blocks(M, x.shape[1], x)
+        blocks = _column_blocks(M, x.shape[1], x, _COPY_BLOCK)
         copy = x.new_empty(padded_rows(M, experts), blocks[0][1])
         d_up = target("gate_up") if needs.gate_up else None
         d_lora = target("lora_up_in") if needs.lora_up_in else None

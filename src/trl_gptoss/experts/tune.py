@@ -19,7 +19,7 @@ def launches(
     experts: int, hidden: int, intermediate: int, top_k: int, tokens: int, device: torch.device
 ) -> Iterator[tuple[str, Launch]]:
     """The grouped products of one layer on random data, each as a function of its configuration."""
-    from .cuda_path import _column_blocks, gathered_product
+    from .cuda_path import _COPY_BLOCK, _column_blocks, gathered_product
 
     options = {"dtype": torch.bfloat16, "device": device}
     H, I, M = hidden, intermediate, tokens * top_k  # noqa: E741
@@ -40,7 +40,8 @@ def launches(
     copy = torch.empty(padded_rows(M, experts), H, **options)
     gather_rows(x, order, offsets, top_k, out=copy)
     d_up, d_down = torch.empty_like(gate_up), torch.empty_like(down)
-    part, d_part = copy[:, : columns[1]], d_up[:, : columns[1]]  # as wide as backward's
+    begin, end = _column_blocks(M, H, x, _COPY_BLOCK)[0]
+    part, d_part = copy[:, begin:end], d_up[:, begin:end]
     yield "up", lambda c: gathered_product(x, gate_up, order, offsets, c, top_k=top_k, **gate, out=product)
     yield "up_eval", lambda c: gathered_product(x, gate_up, order, offsets, c, top_k=top_k, **gate)
     yield "down", lambda c: grouped_gemm(act, down, offsets, c, **scattered, **block, bias=down_bias, weight=weight)

@@ -152,7 +152,8 @@ def candidates(kernel: str, rows_per_expert: int) -> list[TileConfig]:
     if kernel in PRESORTED:
         large += [replace(config, presort=True) for config in large]
     if kernel in NARROWED:
-        large.append(replace(tma, narrow=True, tma_store=kernel.startswith("wgrad"), bk=32, stages=4))
+        stored = {"tma_store": True, "bk": 32, "stages": 4} if kernel.startswith("wgrad") else {}
+        large.append(replace(tma, narrow=True, **stored))
     large.append(replace(tma, stages=4))
     if kernel.startswith("wgrad"):
         return [*large, TileConfig(128, 128, 64, 4, 3, programs=2, tma=True), TileConfig(128, 256, 32, 8, 6)]
