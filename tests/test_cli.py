@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import httpx2
 import pytest
 
 from trl_gptoss.cli import COMMANDS, main
@@ -64,6 +65,27 @@ def test_what_the_system_or_the_hub_refuses_is_one_line_and_status_1(tmp_path, c
     monkeypatch.setattr("trl_gptoss.report.command.run", refuse)
     assert main(["report", str(tmp_path)]) == 1
     assert capsys.readouterr().err.startswith("trl-gptoss report: [Errno 20] Not a directory")
+
+
+def test_the_extra_of_adapters_and_a_lost_network_are_named_and_our_own_mistakes_keep_their_traceback(
+    tmp_path, capsys, monkeypatch
+):
+    raised: list[Exception] = []
+
+    def fail(args):
+        raise raised[-1]
+
+    monkeypatch.setattr("trl_gptoss.report.command.run", fail)
+    for error, said in (
+        (ModuleNotFoundError("No module named 'peft'", name="peft"), "pip install 'trl-gptoss[peft]'"),
+        (httpx2.ConnectError("Name or service not known"), "there is no connection"),
+    ):
+        raised.append(error)
+        assert main(["report", str(tmp_path)]) == 1
+        assert said in capsys.readouterr().err
+    raised.append(KeyError("ours"))
+    with pytest.raises(KeyError):
+        main(["report", str(tmp_path)])
 
 
 @pytest.mark.parametrize("command", [["export", "{}", "out"], ["eval", "retool", "{}"], ["doctor", "{}"]])

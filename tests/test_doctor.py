@@ -251,6 +251,32 @@ def test_the_command(saved, checkpoint, rows, tmp_path, capsys):
         cli.main(["doctor", saved, "--engine-logps", str(path), "--engine-dtype", "bfloat16"])
 
 
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        (["--temperature", "0"], "--temperature is 0.0"),
+        (["--top-p", "2"], "--top-p is 2.0"),
+        (["--threshold", "-1"], "--threshold is -1.0"),
+        (["--engine-url", "localhost:8000"], "expected something like http://localhost:8000"),
+    ],
+)
+def test_numbers_and_addresses_that_mean_nothing_are_one_line(wrong, problem, capsys):
+    assert cli.main(["doctor", "anything", *wrong]) == 1
+    err = capsys.readouterr().err
+    assert problem in err and err.count("\n") == 1
+
+
+def test_files_of_another_model_are_one_line(saved, tmp_path, capsys):
+    path = tmp_path / "engine.jsonl"
+    path.write_text(json.dumps({"ids": [1, 2, 10**6], "logps": [-1.0, -2.0]}), encoding="utf-8")
+    same = ["--attention", "eager", "--experts", "grouped_mm", "--dtype", "float32"]
+    assert cli.main(["doctor", saved, *same, "--engine-logps", str(path)]) == 1
+    assert "has ids that" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", saved, "--device", "gpu"])
+    assert "is no device of torch" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_command_with_a_server(saved, checkpoint, capsys, monkeypatch):
     """The client stands for a server with another rope; tests/vllm has a real one."""

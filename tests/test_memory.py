@@ -244,13 +244,19 @@ def test_bad_setups(change: dict, message: str):
         ["--engine-memory", "nan"],
         ["--extra-models", "-1"],
         ["--lengths", "1", "2"],
+        ["--method", "full", "--lora-experts"],
         ["--tokens", "8", "--lengths", "-1", "9"],
     ],
 )
 def test_numbers_that_mean_nothing_are_one_line_and_status_1(capsys, wrong):
     assert cli.main(["plan", *wrong]) == 1
     out, err = capsys.readouterr()
-    assert not out and err.count("\n") == 1 and "expected" in err and wrong[-2 if len(wrong) == 2 else -3] in err
+    assert (
+        not out
+        and err.count("\n") == 1
+        and "expected" in err
+        and next(w for w in wrong[::-1] if w.startswith("--")) in err
+    )
 
 
 def test_command(capsys, tmp_path):
@@ -267,6 +273,11 @@ def test_command(capsys, tmp_path):
     (tmp_path / "config.json").write_text("{")
     assert cli.main(["plan", "--model", str(tmp_path)]) == 1
     assert "is no JSON" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "hidden_size": 64}))
+    assert cli.main(["plan", "--model", str(tmp_path)]) == 1
+    assert "has no num_hidden_layers, num_attention_heads" in capsys.readouterr().err
+    assert cli.main(["plan", "--gpus", "128", "--sequence-parallel-size", "128"]) == 1
+    assert "cannot share 64 query heads" in capsys.readouterr().err
     GptOssConfig(num_hidden_layers=2).save_pretrained(tmp_path)
     assert cli.main(["plan", "--model", str(tmp_path)]) == 0
 

@@ -204,6 +204,22 @@ def test_first_and_last_step_are_shown_and_lost_steps_are_not(run_dir):
     assert steps[0] == "Step 1" and steps[-1] == "Step 60" and len(steps) == 6
 
 
+@pytest.mark.parametrize(
+    ("prompt", "shown"),
+    [
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "Add 1 "}, {"type": "text", "text": "and 2."}]}],
+            "Add 1 and 2.",
+        ),
+        (None, "(of the environment)"),
+    ],
+)
+def test_the_question_of_every_kind_of_prompt(run_dir, prompt, shown):
+    lines = (run_dir / "trajectories.jsonl").read_text().splitlines()
+    (run_dir / "trajectories.jsonl").write_text(json.dumps({**json.loads(lines[0]), "prompt": prompt}) + "\n")
+    assert Page(make_report(run_dir).read_text()).text["q"] == [shown]
+
+
 def test_any_trl_run_works(tmp_path):
     """An SFT run: a loss, nothing else."""
     state = {"global_step": 3, "log_history": [{"step": s, "loss": 1 / s, "epoch": 0.1} for s in (1, 2, 3)]}
@@ -237,6 +253,22 @@ def test_the_newest_state_is_read(tmp_path):
     assert "checkpoint-10" in make_report(tmp_path).read_text()
     (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 10, "log_history": []}))
     assert find_trainer_state(tmp_path).parent == tmp_path
+
+
+def test_a_state_that_a_crash_left_half_written_is_passed_over_and_named_if_there_is_no_other(tmp_path):
+    for folder, text in (
+        ("checkpoint-9", '{"global_step": 9, "log_history": []}'),
+        ("checkpoint-10", '{"global_step": 1'),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "trainer_state.json").write_text(text)
+    assert find_trainer_state(tmp_path).parent.name == "checkpoint-9"
+    (tmp_path / "evaluation.json").write_text("[{")
+    with pytest.raises(ValueError, match="evaluation.json is no JSON, perhaps it was not written to its end"):
+        make_report(tmp_path)
+    (tmp_path / "checkpoint-9/trainer_state.json").write_text("{}")
+    with pytest.raises(ValueError, match="no trainer_state.json of .* was written to its end: .*checkpoint-10"):
+        make_report(tmp_path)
 
 
 def test_missing_runs_say_what_is_expected(tmp_path):

@@ -69,13 +69,28 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser(chosen).parse_args(argv)
     try:
         return importlib.import_module(COMMANDS[args.command].module).run(args)
-    except (OSError, ModuleNotFoundError, ValueError) as e:  # a missing file, a model name or a Hub that is not there
-        print(f"trl-gptoss {args.command}: {_explained(e)}", file=sys.stderr)
+    except Exception as e:
+        explained = _explained(e)
+        if explained is None:
+            raise
+        print(f"trl-gptoss {args.command}: {explained}", file=sys.stderr)
         return 1
 
 
-def _explained(error: Exception) -> str:
+def _explained(error: Exception) -> str | None:
+    """What the user can do about an error: a missing file, a model name or a Hub that is not there. `None`: it is ours."""
+    import httpx2
     from huggingface_hub.errors import HFValidationError
+    from safetensors import SafetensorError
+
+    if isinstance(error, SafetensorError):
+        return f"a file of weights is damaged, or was not written to its end ({error}); download or save it again"
+    if isinstance(error, httpx2.TransportError):
+        return f"there is no connection ({error}); Hub ids need the network, folders do not"
+    if isinstance(error, ModuleNotFoundError) and error.name == "peft":
+        return "adapters need the package peft: pip install 'trl-gptoss[peft]'"
+    if not isinstance(error, OSError | ModuleNotFoundError | ValueError):
+        return None
 
     # transformers takes a folder that is not there for an id on the Hub
     if isinstance(error, HFValidationError) or isinstance(error.__cause__, HFValidationError):

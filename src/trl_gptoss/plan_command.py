@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .memory import GIB, MemoryPrediction, ModelShape, TrainSetup, predict_memory
+from .parallelism.ulysses import check_heads
 from .step_time import predict_step_time
 
 MODELS = {
@@ -106,6 +107,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
         )
     if args.extra_models < 0:
         raise ValueError(f"--extra-models is {args.extra_models}, expected 0 or more.")
+    if args.lora_experts and args.method != "lora":
+        raise ValueError(f"--lora-experts with --method {args.method}, expected --method lora: there are no adapters.")
     if args.lengths is not None and (min(args.lengths) < 1 or sum(args.lengths) != args.tokens):
         raise ValueError(
             f"--lengths sum to {sum(args.lengths)} with a shortest of {min(args.lengths)}, expected positive lengths that sum "
@@ -122,6 +125,7 @@ def run(args: argparse.Namespace) -> int:
         num_gpus=args.gpus, sequence_parallel_size=args.sequence_parallel_size, sharding=sharding,
         critic=args.critic, extra_models=args.extra_models, engine_gib=args.engine_memory, fused_head=False, activation_checkpointing=False,
     )  # fmt: skip
+    check_heads(shape.num_heads, shape.num_kv_heads, args.sequence_parallel_size)
     room = args.gpu_memory * GIB * (1 - RESERVE)
     before = predict_memory(shape, setup)
     used: list[str] = []

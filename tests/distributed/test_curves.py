@@ -78,7 +78,7 @@ def test_a_killed_rank_ends_the_run_and_another_number_of_ranks_resumes_it(tmp_p
     assert (tmp_path / "killed/checkpoint-2/trainer_state.json").is_file()
     [seen] = run(tmp_path, ["resumed"], world=1)["resumed"]
     assert seen["steps"] == [2, 3, 4] and seen["logged"][-1] == 5
-    assert "was written by 2 process(es), this run has 1" in (tmp_path / "stderr_0").read_text()
+    assert "was written with 2 process(es) (now 1)" in (tmp_path / "stderr_0").read_text()
 
 
 @pytest.mark.timeout(900)

@@ -1,5 +1,6 @@
 """Evaluation through the trainer: every answer is counted once, under its problem, whatever the batches look like."""
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -58,13 +59,23 @@ def test_training_is_not_recorded_and_the_name_stays(tmp_path):
 
 def test_answers_without_a_verdict_are_said_to_be_missing(tmp_path):
     def reward(completions, answer, **kwargs):
-        return [None if a == "3" else 1.0 for a in answer]
+        return [{"3": None, "4": float("nan")}.get(a, 1.0) for a in answer]
 
     outcomes = Outcomes(reward)
     row = outcomes.evaluate(trainer(tmp_path, outcomes), PROBLEMS, answers=1)
-    assert (row["correct"], row["unscored"], row["accuracy"]) == (6, 1, 1.0)
+    assert (row["correct"], row["unscored"], row["accuracy"]) == (5, 2, 1.0)
     with pytest.raises(RuntimeError, match="no answer of the evaluation got a verdict"):
         summary({}, 7, 1)
+
+
+def test_an_async_judge_is_awaited(tmp_path):
+    class Judge:
+        async def __call__(self, completions, answer, strict, **kwargs):
+            return [float(int(a) % 2) for a in answer]
+
+    outcomes = Outcomes(functools.partial(Judge(), strict=True))
+    row = outcomes.evaluate(trainer(tmp_path, outcomes), PROBLEMS, answers=1)
+    assert (row["correct"], row["unscored"]) == (3, 0)
 
 
 def test_groups_in_the_evaluation_are_refused(tmp_path):
@@ -133,3 +144,16 @@ def test_what_cannot_be_measured_is_one_line(arguments, message, capsys):
             pass
     assert main(["eval", "gsm8k", "nowhere", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_what_the_command_cannot_do_is_said_before_anything_is_sampled(tmp_path, capsys):
+    for wrong in (["gsm8k", "model", "--stateful"], ["gsm8k", "model", "--dataset-config", "main"]):
+        with pytest.raises(SystemExit):
+            main(["eval", *wrong])
+        assert wrong[2] in capsys.readouterr().err
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert main(["eval", "gsm8k", str(tmp_path)]) == 1
+    assert f"trl-gptoss export {tmp_path} OUT" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["eval", "gsm8k", str(tmp_path / "model"), "--out", str(tmp_path / "file/result.json")]) == 1
+    assert str(tmp_path / "file") in capsys.readouterr().err

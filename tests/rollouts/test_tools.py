@@ -86,6 +86,19 @@ def test_a_result_whose_str_raises_is_a_failed_call():
     assert result.failed and "no text" in result.text
 
 
+def test_an_error_whose_str_raises_is_a_failed_call_and_no_hanging_one():
+    class Broken(Exception):
+        def __str__(self):
+            return self.args[0]["detail"]
+
+    def tool():
+        raise Broken({})
+
+    result, toolbox = run_one(tool, call(), timeout=5)
+    assert result.text == "error: Broken (whose message raises KeyError)"
+    assert result.failed and not result.timed_out and not toolbox.hung
+
+
 def test_unknown_tool_wrong_arguments_and_broken_json_never_reach_the_tool():
     reached = []
     result, _ = run_one(lambda: reached.append(1), call(name="other"))

@@ -35,6 +35,7 @@ def test_budgets_have_two_names_and_one_value():
         ({"tool_timeout": 0.0}, "tool_timeout"),
         ({"temperature": 0.0}, "temperature is 0.0, it must be positive.*top_k=1"),
         ({"beta": -0.1}, "beta is -0.1"),
+        ({"loss_type": "dr_grpo", "max_completion_length": None}, "'dr_grpo' divides by max_rollout_tokens"),
         ({"tool_timeout": float("inf")}, "tool_timeout is inf seconds, it must be positive and finite"),
         ({"max_rollout_seconds": float("inf")}, "positive and finite, or None for no limit"),
         ({"max_rollout_seconds": 0.0}, "max_rollout_seconds is 0.0"),

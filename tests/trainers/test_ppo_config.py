@@ -45,6 +45,15 @@ def test_every_field_is_explained():
         ({"gae_lambda": float("nan")}, "gae_lambda is nan"),
         ({"value_clip": 0.0}, "value_clip is 0.0"),
         ({"dual_clip": 1.2}, "dual_clip=1.2 is not above"),
+        (
+            {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"},
+            "'reduce_lr_on_plateau' goes by a metric",
+        ),
+        ({"lr_scheduler_type": "greedy", "eval_strategy": "steps"}, "'greedy' goes by a metric"),
+        (
+            {"loss_normalization": "fixed_length", "max_rollout_tokens": None, "max_completion_length": None},
+            "divides by max_rollout_tokens",
+        ),
         ({"critic": "linear"}, "expected one of None, 'separate'"),
         ({"critic_warmup_steps": -1}, "critic_warmup_steps"),
         ({"critic_learning_rate": 0.0}, "critic_learning_rate"),

@@ -8,6 +8,7 @@ import torch
 from logged_curves import curves
 from ppo_run import CRITICS, build, critic_weights, policy_weights
 from tiny_policy import tiny_model
+from transformers import TrainerCallback
 
 from trl_gptoss.trainers.critic_checkpoint import load_critic
 
@@ -112,3 +113,26 @@ def test_a_checkpoint_without_or_with_another_critic_is_refused(tmp_path):
     shutil.rmtree(Path(tmp_path) / "checkpoint-3/critic")
     with pytest.raises(FileNotFoundError, match="has no critic"):
         load_critic(tmp_path / "checkpoint-3", None, None, None)
+
+
+def test_a_trainer_whose_run_was_broken_off_resumes_it_itself(tmp_path):
+    """Between two micro-batches: gradients of the critic and rows of the next log are there already."""
+
+    class FailOnce(TrainerCallback):
+        failed = False
+
+        def on_substep_end(self, args, state, control, **kwargs):
+            if state.global_step == 2 and not self.failed:
+                self.failed = True
+                raise OSError("disk full")
+
+    settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "critic": "separate"}
+    straight = build(tmp_path / "straight", **settings)
+    straight.train()
+    failing = build(tmp_path / "failing", callbacks=[FailOnce()], **settings)
+    with pytest.raises(OSError, match="disk full"):
+        failing.train()
+    failing.train(resume_from_checkpoint=True)
+    assert curves(failing) == curves(straight)
+    for name, value in critic_weights(straight).items():
+        assert torch.equal(value, critic_weights(failing)[name]), name

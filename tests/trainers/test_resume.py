@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from cpu_settings import ON_CPU
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from logged_curves import curves
 from peft import LoraConfig
+from safetensors.torch import load_file
 from tiny_policy import byte_tokenizer, tiny_model
 from transformers import TrainerCallback
 
@@ -117,6 +118,39 @@ def test_three_steps_and_three_more_are_six(tmp_path, tmp_path_factory, settings
     assert_same(resumed, straight)
 
 
+@pytest.mark.parametrize("step", [2, pytest.param(3, marks=pytest.mark.slow), 4, 5])
+def test_a_streamed_data_set_goes_on_where_it_was(tmp_path, tmp_path_factory, step):
+    """Its passes have three steps, and the order of each is another one."""
+
+    def stream():
+        for i in range(3):
+            yield {"prompt": [{"role": "user", "content": f"say {i}"}]}
+
+    def run(output_dir, **settings):
+        trainer = build(output_dir, **{"save_steps": 1, **settings})
+        trainer.train_dataset = IterableDataset.from_generator(stream)
+        trainer.args.accelerator_config.dispatch_batches = False
+        trainer.accelerator.dataloader_config.dispatch_batches = False
+        return trainer
+
+    if "streamed" not in _straight:
+        _straight["streamed"] = run(tmp_path_factory.mktemp("streamed"))
+        _straight["streamed"].train()
+    straight = _straight["streamed"]
+    shutil.copytree(Path(straight.args.output_dir) / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
+    resumed = run(tmp_path, save_steps=100)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(resumed, straight)
+
+
+def test_a_finished_run_trains_no_further_step(tmp_path):
+    build(tmp_path, max_steps=2, save_steps=2).train()
+    resumed = build(tmp_path, max_steps=2, save_steps=2)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2
+    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
 def test_without_the_loop_state_the_curves_would_part(tmp_path, tmp_path_factory):
     """The control: TRL alone samples anew in the middle of a generation batch."""
     settings = CASES["in the middle of a generation batch"]
@@ -184,6 +218,30 @@ def test_a_failure_loses_no_finished_step(tmp_path, tmp_path_factory, place, fai
     assert_same(resumed, straight)
 
 
+def test_a_callback_that_fails_at_the_end_of_a_step_does_not_lose_it(tmp_path):
+    class Fail(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                raise_error()
+
+    trainer = build(tmp_path, save_steps=100, callbacks=[Fail()])
+    with pytest.raises(OSError, match="disk full"):
+        trainer.train()
+    assert is_complete(tmp_path / "checkpoint-3", 1)
+    saved = load_file(tmp_path / "checkpoint-3/model.safetensors")
+    assert saved.keys() == weights(trainer).keys()
+    for name, value in weights(trainer).items():
+        assert torch.equal(value, saved[name]), name
+
+
+def test_without_optimizer_states_nobody_is_told_to_resume(tmp_path, caplog):
+    trainer = build(tmp_path, save_steps=100, save_only_model=True, callbacks=[FailAt("step begin", raise_error)])
+    with pytest.raises(OSError, match="disk full"):
+        trainer.train()
+    assert (tmp_path / "checkpoint-4/model.safetensors").is_file()
+    assert "saved checkpoint-4. With save_only_model=True it is a model to begin with" in caplog.text
+
+
 def test_an_interrupt_while_rewards_are_computed_loses_no_finished_step(tmp_path, tmp_path_factory):
     calls = [0]
 
@@ -208,7 +266,7 @@ def test_a_signal_during_the_optimizer_step_waits_for_its_end(tmp_path):
     class Terminate(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, **kwargs):
             if state.global_step == 2:
-                # Trainer's callbacks run in order, ours comes last: this signal arrives inside of the step.
+                # Trainer's callbacks run in order, ours comes last here: this signal arrives inside of the step.
                 interruption = trainer._interruption
                 interruption.deferred = True
                 terminate()
@@ -279,6 +337,60 @@ def test_a_checkpoint_of_another_trainer_is_resumed_with_a_warning(tmp_path, cap
     resumed = build(tmp_path, max_steps=4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert resumed.state.global_step == 4 and "not on the same curves" in caplog.text
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_reference_model_that_follows_the_policy_is_resumed(tmp_path, caplog, saved):
+    tiny_model().save_pretrained(tmp_path / "model")
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(64)])
+
+    def run(output_dir, **settings):
+        settings = {
+            **ON_CPU,
+            "per_device_train_batch_size": 4,
+            "num_generations": 4,
+            "max_steps": 4,
+            "max_rollout_tokens": 6,
+            "learning_rate": 1e-2,
+            "beta": 0.1,
+            "sync_ref_model": True,
+            "ref_model_sync_steps": 2,
+            "model_init_kwargs": {"dtype": "float32"},
+            **settings,
+        }
+        config = GptOssGRPOConfig(str(output_dir), **settings)
+        return GptOssGRPOTrainer(str(tmp_path / "model"), length_reward, config, rows, processing_class=TOKENIZER)
+
+    straight = run(tmp_path / "straight", save_strategy="steps", save_steps=3)
+    straight.train()
+    (tmp_path / "resumed").mkdir()
+    checkpoint = shutil.copytree(tmp_path / "straight/checkpoint-3", tmp_path / "resumed/checkpoint-3")
+    if not saved:
+        (checkpoint / "reference_model.pt").unlink()
+    resumed = run(tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=True)
+    assert (curves(resumed) == curves(straight)) == saved
+    assert ("does not hold the reference model" in caplog.text) != saved
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"gradient_accumulation_steps": 4},
+        {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "num_generations": 2},
+    ],
+)
+def test_a_run_goes_on_with_batches_of_another_size(tmp_path, caplog, changed):
+    """As after an out-of-memory error. Three steps are 6 micro-batches: the second generation batch is half used."""
+    build(tmp_path, max_steps=3, steps_per_generation=4, gradient_accumulation_steps=2).train()
+    resumed = build(tmp_path, **{"on_policy": "force", "steps_per_generation": 4, **changed})
+    resumed.train(resume_from_checkpoint=True)
+    assert [e["on_policy/forced"] for e in curves(resumed)[3:6]] == [1.0, 1.0, 1.0]
+    assert "gradient_accumulation_steps=2 (now 4)" in caplog.text
+    lengths = {len(rows["completion_ids"]) for rows in resumed._buffered_inputs}
+    assert lengths == {resumed.args.per_device_train_batch_size}
+    steps = [json.loads(line)["step"] for line in (tmp_path / "trajectories.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps) and set(steps) == {1, 3, 4, 5, 6}
 
 
 def test_the_trajectory_file_has_every_logged_step_once(tmp_path):

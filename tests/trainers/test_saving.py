@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftModel
 from tiny_policy import byte_tokenizer, tiny_model
 from transformers import GptOssForCausalLM, Mxfp4Config
 
+from trl_gptoss import save_pretrained_mxfp4
 from trl_gptoss.hub.adapters import merged_weights
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer
 from trl_gptoss.trainers.rollout_weights import quantised
@@ -90,6 +91,19 @@ def test_mxfp4_alone_takes_the_place_of_the_weights_but_not_in_checkpoints(tmp_p
     resumed = build(tmp_path, save_format="mxfp4", max_steps=3)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))  # trained weights, not quantised ones
     assert resumed.state.global_step == 3
+
+
+def test_gathered_weights_of_a_model_from_mxfp4_are_saved_in_both_formats(tmp_path):
+    """transformers empties the state dict of such a model; the quantised one must not be made of the model's own shards."""
+    save_pretrained_mxfp4(tiny_model(), tmp_path / "base")
+    model = load_quantised(tmp_path / "base")
+    trainer = build(tmp_path / "run", save_format="both", model=model)
+    gathered = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    gathered["model.norm.weight"] *= 2
+    trainer._save(str(tmp_path / "out"), gathered)
+    saved = logits(GptOssForCausalLM.from_pretrained(tmp_path / "out"))
+    assert torch.equal(logits(load_quantised(tmp_path / "out/mxfp4")), saved)
+    assert not torch.allclose(saved, logits(model)) and len(gathered) == len(model.state_dict())
 
 
 def test_a_checkpoint_survives_weights_that_cannot_be_quantised(tmp_path, caplog):
@@ -176,7 +190,9 @@ def test_what_is_refused(tmp_path):
         build(tmp_path, rollout_weights="int4")
     with pytest.raises(ValueError, match="intermediate_size divisible by 32, found 48"):
         build(tmp_path, save_format="mxfp4", model=tiny_model(intermediate_size=48))
-    with pytest.raises(ValueError, match="intermediate_size divisible by 32, found 48"):
+    with pytest.raises(
+        ValueError, match="rollout_weights='mxfp4' needs a intermediate_size.*Use rollout_weights='trained'"
+    ):
         build(tmp_path, rollout_weights="mxfp4", model=tiny_model(intermediate_size=48))
     with pytest.raises(ValueError, match="train_sinks=True does not go with beta=0.1"):
         build(tmp_path, LORA, train_sinks=True, beta=0.1)
@@ -221,3 +237,16 @@ def test_the_card_names_the_environment_also_after_the_run(tmp_path):
     card = (tmp_path / "README.md").read_text()
     assert "Multi-turn rollouts; environment Counter;" in card
     assert "; at most 3 turns; at most 9 tokens after the prompt." in card
+
+
+def test_the_card_counts_the_problems_of_each_evaluation(tmp_path):
+    trainer = build(tmp_path)
+    rows = trainer.train_dataset
+    trainer.eval_dataset = {"easy": rows.select(range(4)), "hard": rows.select(range(12))}
+    log = trainer.evaluate()
+    found = {row["evaluation"]: row["problems"] for row in trainer._evaluations()}
+    assert found == {"easy: length_reward": 4, "hard: length_reward": 12}
+    assert trainer._evaluations()[1]["mean"] == log["eval_rewards/length_reward/mean"]  # the last one is "hard"
+    trainer.eval_dataset = rows.select(range(8))
+    trainer.evaluate()
+    assert [(row["evaluation"], row["problems"]) for row in trainer._evaluations()] == [("length_reward", 8)]

@@ -33,6 +33,13 @@ OVERRIDDEN = {
     "log": "(self, logs: dict[str, float], start_time: float | None = None) -> None",
     "_prepare_for_training": "(self, max_steps, train_dataloader, resume_from_checkpoint)",
     "_save_optimizer_and_scheduler": "(self, output_dir: str) -> None",
+    "_init_training_state": (
+        "(self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial) -> tuple[int, int]"
+    ),
+    "_run_epoch": (
+        "(self, model, epoch, train_dataloader, "
+        "steps_in_epoch, num_update_steps_per_epoch, trial, ignore_keys_for_eval, start_time, resume_from_checkpoint, epochs_trained, steps_trained_in_current_epoch)"
+    ),
     "_save_rng_state": "(self, output_dir: str) -> None",
     "_load_rng_state": "(self, checkpoint: str | None) -> None",
     "_save": "(self, output_dir: str | None = None, state_dict: dict | None = None) -> None",
@@ -105,6 +112,9 @@ def test_attributes_that_are_read():
         "self._logs = {",
         'self._last_world_entropy = float("inf")',
         "self._entropy_window_stats = None",
+        "self._current_train_step_time = 0.0",
+        "self._pending_extra_logs = defaultdict(list)",
+        "self._pending_metrics = defaultdict(list)",
         '_tag_names = ["trl", "grpo"]',
         '_name = "GRPO"',
         "_paper = {",

@@ -7,6 +7,7 @@ import math
 import random
 import threading
 
+import pandas
 import pytest
 import torch
 from cpu_settings import ON_CPU
@@ -29,6 +30,7 @@ from trl_gptoss.harmony import HarmonyVocabulary
 from trl_gptoss.rollouts import tools as rollout_tools
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer, loading
 from trl_gptoss.trainers.environments import bind_environments
+from trl_gptoss.trainers.harmony_rollouts import check_template_kwargs
 from trl_gptoss.trajectory import StopReason
 
 TOKENIZER = byte_tokenizer()
@@ -414,6 +416,14 @@ def test_effort_and_date_of_the_prompt(tmp_path):
         assert "Current date: 2026-02-03" in text
 
 
+def test_adapters_may_train_tokens(tmp_path):
+    peft_config = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[VOCABULARY.call])
+    trainer = build(tmp_path, peft_config=peft_config, max_steps=1)
+    names = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
+    assert any("trainable_tokens_delta" in name for name in names)
+    trainer.train()
+
+
 def test_stop_ids_end_up_everywhere(tmp_path):
     trainer = build(tmp_path, max_steps=1)
     trainer.train()
@@ -452,6 +462,29 @@ def test_a_failing_reward_costs_its_batch_and_three_in_a_row_end_the_run(tmp_pat
     with pytest.raises(RuntimeError, match="'never' failed 3 times in a row.*judge is down"):
         trainer.train()
     assert trainer.state.global_step == 2
+
+
+def test_columns_that_only_some_batches_log_stay_beside_their_rollouts(tmp_path):
+    calls = []
+
+    def reward(completion_ids, log_extra, **kwargs):
+        calls.append(len(completion_ids))
+        if len(calls) == 1:
+            raise OSError("judge unreachable")
+        log_extra("length", [len(ids) for ids in completion_ids])
+        if len(calls) == 3:
+            log_extra("third", ["yes"] * len(completion_ids))
+        return [1.0] * len(completion_ids)
+
+    settings = {"per_device_eval_batch_size": 4, "num_generations_eval": 1, "num_completions_to_print": 0}
+    trainer = build(tmp_path, reward, eval_dataset=rows(8), log_completions=True, max_steps=1, **settings)
+    trainer.evaluate()  # two batches of four
+    trainer.train()  # one of eight: calls 1 and 2 are no longer in the table
+    trainer.evaluate()
+    [before, after] = [pandas.read_parquet(file) for file in sorted((tmp_path / "completions").glob("*.parquet"))]
+    assert before["length"].isna().tolist() == [True] * 4 + [False] * 4
+    assert len(after) == 8 and after["third"].isna().all() and not after["length"].isna().any()
+    assert trainer._logs["extra"].keys() == {"length", "third"}
 
 
 def test_rewards_that_do_not_apply_are_not_failures(tmp_path):
@@ -690,6 +723,8 @@ def test_settings_that_cannot_work_are_refused(tmp_path):
     for name in ("temperature", "max_new_tokens", "num_beams"):
         with pytest.raises(ValueError, match=f"generation_kwargs sets \\['{name}'\\].*Remove"):
             build(tmp_path, generation_kwargs={name: 2})
+    with pytest.raises(ValueError, match="chat_template_kwargs=.*'high'.*field reasoning_effort \\(now 'medium'\\)"):
+        build(tmp_path, chat_template_kwargs={"reasoning_effort": "high"})
     with pytest.raises(ValueError, match="Several tools are called add"):
         build(tmp_path, tools=[add, functools.wraps(add)(lambda a, b: a - b)])
     with pytest.raises(ValueError, match=r"Counter\.up and one of `tools` have one name"):
@@ -700,13 +735,23 @@ def test_settings_that_cannot_work_are_refused(tmp_path):
         build(tmp_path, data=Dataset.from_list([{"prompt": "add 1"}] * 8), max_steps=1).train()
 
 
-def test_a_rollout_function_of_the_user_goes_before_the_loop(tmp_path):
+def test_template_arguments_are_for_reward_models_only(tmp_path):
+    args = config(tmp_path, chat_template_kwargs={"enable_thinking": False, "reasoning_effort": "low"})
+    with pytest.raises(ValueError, match="chat_template_kwargs={'reasoning_effort': 'low'} has no effect"):
+        check_template_kwargs(args, ["judge"])
+    check_template_kwargs(config(tmp_path, chat_template_kwargs={"enable_thinking": False}), ["judge"])
+
+
+def test_a_rollout_function_of_the_user_goes_before_the_loop(tmp_path, capsys):
     def rollouts(prompts, trainer):
         ids = [WRITE.final("x")] * len(prompts)
-        return {"prompt_ids": [[1, 2]] * len(prompts), "completion_ids": ids, "logprobs": None}
+        theirs = {"trajectories": ["their own"] * len(prompts)}
+        return {"prompt_ids": [[1, 2]] * len(prompts), "completion_ids": ids, "logprobs": None, **theirs}
 
-    trainer = build(tmp_path, rollout_func=rollouts, max_steps=1)
+    trainer = build(tmp_path, rollout_func=rollouts, max_steps=1, log_completions=True, num_completions_to_print=1)
     trainer.train()
+    assert "Prompt" in capsys.readouterr().out  # TRL's table: there is no conversation of ours to print
+    assert not (tmp_path / "trajectories.jsonl").exists()
     assert trainer._engine is None and logged(trainer, "completions/mean_length") == [len(WRITE.final("x"))]
 
 
@@ -717,6 +762,7 @@ def test_a_rollout_function_of_the_user_goes_before_the_loop(tmp_path):
         (lambda n: 1.0, "it returned 1.0; expected"),
         (lambda n: [1.0], "it returned 1 rewards; expected"),
         (lambda n: ["a"] * n, "it returned 'a' as a reward; expected"),
+        (lambda n: [-math.inf] + [1.0] * (n - 1), "it returned an infinite reward; expected"),
     ],
 )
 def test_what_a_reward_function_returns_is_checked(tmp_path, caplog, returned, reason):
@@ -736,9 +782,41 @@ def test_tensors_and_missing_values_are_rewards(tmp_path):
     assert logged(trainer, "reward") == [2.0]
 
 
+def test_an_async_judge_with_some_arguments_set_is_awaited(tmp_path):
+    class Judge:
+        async def __call__(self, completions, value, **kwargs):
+            return [value] * len(completions)
+
+    trainer = build(tmp_path, functools.partial(Judge(), value=2.0), max_steps=1)
+    trainer.train()
+    assert logged(trainer, "reward") == [2.0]
+
+
 def test_a_data_set_without_prompts_says_what_it_has(tmp_path):
     with pytest.raises(ValueError, match=r"has the columns \['question'\].*`prompt`"):
         build(tmp_path, data=rows().rename_column("prompt", "question")).train()
+
+
+def test_an_environment_may_own_the_prompt(tmp_path):
+    class Asks(Environment):
+        def reset(self, **row):
+            super().reset(**row)
+            return f"add {row['level']}"
+
+        def wait(self) -> str:
+            """Does nothing."""
+            return ""
+
+    data = Dataset.from_list([{"level": i} for i in range(16)])
+    trainer = build(tmp_path, data=data, environment_factory=Asks, max_steps=1)
+    trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "trajectories.jsonl").read_text().splitlines()]
+    assert lines and all("<|start|>user<|message|>add " in line["prompt_text"] for line in lines)
+
+
+def test_a_data_set_smaller_than_a_generation_batch_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"has 1 row\(s\).*2 different prompts.*num_generations=4"):
+        build(tmp_path, data=rows(1)).train()
 
 
 def test_columns_under_the_names_of_the_rollouts_are_refused(tmp_path):
@@ -817,6 +895,20 @@ def test_environments_are_closed_at_the_end_and_made_anew_for_an_evaluation(tmp_
     assert Closing.closed == built > 0
     trainer.evaluate()
     assert Closing.built > built
+
+
+def test_an_environment_that_cannot_be_closed_does_not_cost_the_run(tmp_path, caplog):
+    class Gone(Environment):
+        def wait(self) -> str:
+            """Does nothing."""
+            return ""
+
+        @not_a_tool
+        def close(self):
+            raise ConnectionError("no such container")
+
+    build(tmp_path, environment_factory=Gone, max_steps=1).train()
+    assert "Gone.close() raised ConnectionError: no such container" in caplog.text
 
 
 def test_a_loss_that_keeps_its_log_probs_to_itself_is_no_error(tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ def reward(completion_ids, **kwargs):
     return [float(sum(ids) % 11) for ids in completion_ids]
 
 
-def trainer(folder, server, model=None, reward_funcs=reward, evaluated=None, **settings):
+def trainer(folder, server, model=None, reward_funcs=reward, evaluated=None, peft_config=None, **settings):
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(16)])
     settings = {
         **ON_CPU,
@@ -57,6 +57,7 @@ def trainer(folder, server, model=None, reward_funcs=reward, evaluated=None, **s
         data,
         eval_dataset=None if evaluated is None else data.select(range(evaluated)),
         processing_class=byte_tokenizer(),
+        peft_config=peft_config,
     )
 
 
@@ -251,10 +252,21 @@ def test_trl_finds_the_engine_under_its_own_name(tmp_path, server, policy):
     prompts, ids, logps, _ = run.vllm_generation.generate([[1, 2, 3]] * 2, None, num_generations=2)
     assert prompts == [[1, 2, 3]] * 2 and [len(row) for row in logps] == [len(row) for row in ids]
     assert len(logps[0][0]) == 1
+    run.args.max_completion_length, whole = None, run.weight_sync.engine.info.max_model_len
+    assert run.vllm_generation.generate([[1] * (whole - 2)], None, num_generations=1)[1][0]
     with pytest.raises(ValueError, match="no room"):
         run.vllm_generation.generate([[1] * 512], None, num_generations=1)
     with pytest.raises(NotImplementedError, match="no images"):
         run.vllm_generation.generate([[1]], [["image"]], 1)
+
+
+def test_trained_rows_of_the_embedding_are_refused_by_name(tmp_path, server):
+    from peft import LoraConfig
+
+    adapted = LoraConfig(target_modules=["q_proj"], trainable_token_indices=[5, 6])
+    run = trainer(tmp_path, server, peft_config=adapted)
+    with pytest.raises(NotImplementedError, match="embed_tokens.*only LoRA on linear"):
+        run.train()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..harmony import is_harmony, render_prompt
+from ..hub.export_command import device
 from ..trainers.guards import check_model
 from .diagnose import Diagnosis, diagnose
 from .scoring import Reading
@@ -45,7 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     probe.add_argument("--text", type=Path, help="text to score (default: a built-in one)")
     probe.add_argument("--tokens", type=int, default=512, help="tokens to score (default: 512)")
     probe.add_argument("--threshold", type=float, help="largest mean |log-prob difference| (default: by dtype)")
-    probe.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    probe.add_argument(
+        "--device",
+        type=device,
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: cuda if there is one",
+    )
     parser.set_defaults(parser=parser)
 
 
@@ -54,6 +60,14 @@ def run(args: argparse.Namespace) -> int:
     chosen = [any(o is not None for o in others), args.engine_logps is not None, args.engine_url is not None]
     if sum(chosen) > 1:
         args.parser.error("--engine-logps and --engine-url go without the other --engine options")
+    if not 0 < args.temperature < math.inf:
+        raise ValueError(f"--temperature is {args.temperature}, it must be positive and finite.")
+    if not 0 < args.top_p <= 1:
+        raise ValueError(f"--top-p is {args.top_p}, it must be above 0 and at most 1.")
+    if args.threshold is not None and not 0 <= args.threshold < math.inf:
+        raise ValueError(f"--threshold is {args.threshold} nats, it must be 0 or more and finite.")
+    if args.engine_url is not None and not args.engine_url.startswith(("http://", "https://")):
+        raise ValueError(f"--engine-url is {args.engine_url!r}, expected something like http://localhost:8000.")
     found = _diagnose(args)
     print(found.report())
     return 0 if found.healthy else 1
@@ -66,10 +80,18 @@ def _diagnose(args: argparse.Namespace) -> Diagnosis:
     if args.adapter is not None:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(base, args.adapter)
+        try:
+            model = PeftModel.from_pretrained(base, args.adapter)
+        except RuntimeError as error:  # torch's list of every weight that does not fit
+            raise ValueError(f"the adapter {args.adapter} does not fit {args.model}: {error}") from None
     reading = Reading(temperature=args.temperature, top_p=args.top_p)
     if args.engine_logps is not None:
         engine = RecordedEngine(args.engine_logps)
+        size = base.get_input_embeddings().num_embeddings
+        if any(not 0 <= i < size for row in engine.rows for i in row):
+            raise ValueError(
+                f"{args.engine_logps} has ids that {args.model} does not know: its vocabulary has {size}."
+            )
         return diagnose(model, engine, engine.rows, reference=reference, reading=reading, threshold=args.threshold)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     if args.engine_url is not None:
@@ -94,7 +116,7 @@ def _diagnose(args: argparse.Namespace) -> Diagnosis:
     )
 
 
-def _load(name: str, attention: str, experts: str, dtype: str, device: str) -> PreTrainedModel:
+def _load(name: str, attention: str, experts: str, dtype: str, device: torch.device | str) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(
         name, dtype=dtype, attn_implementation=attention, experts_implementation=experts
     )

@@ -113,14 +113,15 @@ class VllmServer:
 
     Args:
         url (`str`): such as `http://localhost:8000`.
-        timeout (`float`, *optional*, defaults to `600.0`): seconds for one request, and for the server to answer at all.
+        timeout (`float`, *optional*, defaults to `600.0`): seconds for one request.
+        server_timeout (`float`, *optional*, defaults to `20.0`): seconds for the server to answer at all: it runs already.
     """
 
-    def __init__(self, url: str, timeout: float = 600.0) -> None:
+    def __init__(self, url: str, timeout: float = 600.0, server_timeout: float = 20.0) -> None:
         from ..rollouts.vllm.client import VllmClient
 
         self.name = url
-        self.client = VllmClient(url, timeout, timeout)
+        self.client = VllmClient(url, server_timeout, timeout)
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """See [`ScoringEngine.score`]."""

@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="of the model (default: as it was saved)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
     parser.add_argument("--out", help="JSON file to write")
+    parser.set_defaults(parser=parser)
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -139,10 +140,23 @@ def card_line(result: dict[str, Any]) -> str:
     )
 
 
+def _check(args: argparse.Namespace) -> None:
+    if args.stateful and args.task != "retool":
+        args.parser.error(f"--stateful is for the tool of retool; {args.task} has none")
+    if args.dataset_config is not None and args.dataset is None:
+        args.parser.error("--dataset-config is for --dataset, which is not given")
+    folder = Path(args.model)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds an adapter; make a model of it first: trl-gptoss export {folder} OUT")
+
+
 def run(args: argparse.Namespace) -> int:
-    result = measure(args)
-    if args.out is not None:
+    _check(args)
+    if args.out is not None:  # now, and not after hours of sampling
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.out).write_text(json.dumps(result, indent=2) + "\n")
+        Path(args.out).open("a").close()
+    result = measure(args)
     print(card_line(result))
+    if args.out is not None:
+        Path(args.out).write_text(json.dumps(result, indent=2) + "\n")
     return 0

@@ -6,12 +6,14 @@ may hand out a row twice to fill its last batch.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 from accelerate.utils import gather_object
 from datasets import Dataset
 from trl import GRPOTrainer
+from trl.trainer.utils import is_async_callable
 
 from ..intervals import accuracy_interval, pass_at
 
@@ -29,7 +31,7 @@ class Outcomes:
     """Wraps the reward function that decides whether an answer is right, and measures with it.
 
     Args:
-        reward (`Callable`): in TRL's signature. An answer is right if its reward is 1, and wrong otherwise.
+        reward (`Callable`): in TRL's signature, plain or async. An answer is right if its reward is 1, and wrong otherwise.
 
     Attributes:
         reward (`Callable`): hand this to the trainer instead: the same values under the same name, written down for rows
@@ -39,14 +41,26 @@ class Outcomes:
     def __init__(self, reward: Callable[..., list[float | None]]) -> None:
         self._seen: dict[tuple[int, int], float] = {}
 
-        @functools.wraps(reward)
-        def recorded(*args: Any, **kwargs: Any) -> list[float | None]:
-            names = list(zip(kwargs.pop(PROBLEM, []), kwargs.pop(ANSWER, [])))
-            values = reward(*args, **kwargs)
+        def names_in(kwargs: dict[str, Any]) -> list[tuple[int, int]]:
+            return list(zip(kwargs.pop(PROBLEM, []), kwargs.pop(ANSWER, [])))
+
+        def written_down(names: list[tuple[int, int]], values: list[float | None]) -> list[float | None]:
             for name, value in zip(names, values):
-                if value is not None:
+                if value is not None and not math.isnan(value):  # both are no verdict
                     self._seen[name] = value
             return values
+
+        if is_async_callable(reward):
+
+            @functools.wraps(reward)
+            async def recorded(*args: Any, **kwargs: Any) -> list[float | None]:
+                return written_down(names_in(kwargs), await reward(*args, **kwargs))
+
+        else:
+
+            @functools.wraps(reward)
+            def recorded(*args: Any, **kwargs: Any) -> list[float | None]:
+                return written_down(names_in(kwargs), reward(*args, **kwargs))
 
         self.reward = recorded
 

@@ -101,7 +101,7 @@ def mxfp4_loading_cost(config: GptOssConfig, dtype: torch.dtype = torch.bfloat16
 
     Returns:
         `str`: bytes in the checkpoint, bytes in memory, and the passing need of transformers' conversion on top. That is
-        3.7 times the largest matrix of the experts, measured with 2 and 4 layers of 32 experts on a CPU; 4 is said here.
+        3.3 to 3.8 times the largest matrix of the experts, measured on a CPU (docs/mxfp4.md); 4 is said here.
     """
     with torch.device("meta"):
         weights = GptOssForCausalLM(copy.deepcopy(config)).state_dict()

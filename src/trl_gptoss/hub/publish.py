@@ -1,5 +1,6 @@
 """A trained adapter as a model of its own: merged, saved as wanted, with a card, uploaded."""
 
+import json
 import logging
 import os
 import shutil
@@ -19,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
+from transformers.utils import find_adapter_config_file
 
 from .adapters import base_state_dict, merge_adapters_, merged_weights
 from .card import ModelCardFacts, hardware, write_card
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 SaveFormat = Literal["bf16", "mxfp4", "both"]
 SAVE_FORMATS = ("bf16", "mxfp4", "both")
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def merge_and_push(
@@ -63,9 +66,16 @@ def merge_and_push(
         `CommitInfo`: of the upload.
 
     Raises:
-        `ValueError`: weights that are sharded, an adapter that is not LoRA, or a model that MXFP4 cannot hold.
+        `ValueError`: no adapter, weights that are sharded, an adapter that is not LoRA, or a model that MXFP4 cannot hold.
     """
     check_save_format(save_format)
+    if isinstance(model, str | os.PathLike):
+        if not is_adapter(str(model)):
+            raise ValueError(f"{model} has no adapter_config.json; a whole model is uploaded by trl-gptoss export")
+    elif not _is_peft(model):
+        raise ValueError(
+            f"merge_and_push needs a PeftModel, found {type(model).__name__}, which has no adapters to merge"
+        )
     repo_id = HfApi(token=token).create_repo(repo_id, private=private, exist_ok=True).repo_id
     if isinstance(model, str | os.PathLike):
         source = str(model)
@@ -100,7 +110,7 @@ def save_model(model: nn.Module, folder: Path, save_format: SaveFormat) -> None:
     if save_format == "mxfp4":
         save_pretrained_mxfp4(base, folder, state_dict=weights)
         return
-    base.save_pretrained(folder, state_dict=weights)
+    base.save_pretrained(folder, state_dict=dict(weights))  # it empties the dict that it is given
     if save_format == "both":
         save_pretrained_mxfp4(base, folder / MXFP4_FOLDER, state_dict=weights)
 
@@ -127,18 +137,20 @@ def check_save_format(save_format: str, config: PretrainedConfig | None = None) 
     """Raise `ValueError` for a format that does not exist, or that the model of `config` does not have."""
     if save_format not in SAVE_FORMATS:
         raise ValueError(f"save_format is {save_format!r}, expected one of {', '.join(map(repr, SAVE_FORMATS))}.")
-    if save_format == "bf16" or config is None:
-        return
+    if save_format != "bf16" and config is not None:
+        check_quantisable(f"save_format={save_format!r}", "save_format='bf16'", config)
+
+
+def check_quantisable(setting: str, instead: str, config: PretrainedConfig) -> None:
+    """Raise `ValueError`, which names `setting` and says to use `instead`, if MXFP4 cannot hold the model of `config`."""
     if config.get_text_config().model_type != "gpt_oss":
         raise ValueError(
-            f"save_format={save_format!r} writes the layout of openai/gpt-oss, but this is a model of type "
-            f"{config.get_text_config().model_type!r}. Use save_format='bf16'."
+            f"{setting} is the layout of openai/gpt-oss, but this is a model of type "
+            f"{config.get_text_config().model_type!r}. Use {instead}."
         )
     for name, size in (("hidden_size", config.hidden_size), ("intermediate_size", config.intermediate_size)):
         if size % 32:
-            raise ValueError(
-                f"save_format={save_format!r} needs a {name} divisible by 32, found {size}. Use save_format='bf16'."
-            )
+            raise ValueError(f"{setting} needs a {name} divisible by 32, found {size}. Use {instead}.")
 
 
 def load_full(source: str, device: torch.device | str = "cpu") -> nn.Module:
@@ -161,16 +173,27 @@ def load_adapter(source: str, base: str | None = None, device: torch.device | st
         device (`torch.device` or `str`, *optional*, defaults to `"cpu"`): Where both are loaded.
 
     Raises:
-        `ValueError`: the adapter names no base model that exists.
+        `ValueError`: the adapter names no base model that exists, or does not fit it. `FileNotFoundError`: its folder holds no
+        weights.
     """
     from peft import PeftConfig, PeftModel
 
-    named = base or PeftConfig.from_pretrained(source).base_model_name_or_path
+    if os.path.isdir(source) and not any(os.path.isfile(os.path.join(source, name)) for name in _ADAPTER_WEIGHTS):
+        raise FileNotFoundError(f"{source} holds an adapter_config.json, but no {_ADAPTER_WEIGHTS[0]}: save it again")
+    try:
+        config = PeftConfig.from_pretrained(source)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the adapter_config.json of {source} is no JSON ({error}): save it again") from None
+    named = base or config.base_model_name_or_path
     if not named or (named.startswith(("/", ".", "~")) and not os.path.isdir(named)):
         raise ValueError(
             f"the adapter {source} was trained on {named!r}, which is not here; say where its base model is"
         )
-    return PeftModel.from_pretrained(load_full(named, device), source, torch_device=str(device))
+    model = load_full(named, device)
+    try:
+        return PeftModel.from_pretrained(model, source, torch_device=str(device))
+    except RuntimeError as error:  # torch's list of every weight that does not fit
+        raise ValueError(f"the adapter {source} does not fit its base model {named}: {error}") from None
 
 
 def load_tokenizer(source: str, model: nn.Module) -> PreTrainedTokenizerBase | None:
@@ -193,10 +216,8 @@ def merge_to_full(
 
 
 def is_adapter(source: str) -> bool:
-    """Whether a folder or a repository holds an adapter."""
-    if os.path.isdir(source):
-        return os.path.isfile(os.path.join(source, "adapter_config.json"))
-    return HfApi().file_exists(source, "adapter_config.json")
+    """Whether a folder or a repository, which may be in the cache only, holds an adapter."""
+    return find_adapter_config_file(source) is not None
 
 
 def _is_peft(model: nn.Module) -> bool:

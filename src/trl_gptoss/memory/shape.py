@@ -5,6 +5,10 @@ from typing import Any
 
 GIB = 2**30
 HALF, FLOAT = 2, 4  # bytes of a number
+_KEYS = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "num_local_experts", "num_experts_per_tok", "vocab_size",
+)  # fmt: skip
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -49,6 +53,9 @@ class ModelShape:
             raise ValueError(
                 f"The planner knows GPT-OSS; the model_type of this config is {values.get('model_type')!r}."
             )
+        missing = [key for key in _KEYS if key not in values]
+        if missing:
+            raise ValueError(f"This config of a GPT-OSS has no {', '.join(missing)}.")
         return cls(
             hidden_size=values["hidden_size"],
             num_layers=values["num_hidden_layers"],

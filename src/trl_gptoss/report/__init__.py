@@ -20,7 +20,8 @@ def make_report(run_dir: str | Path, output: str | Path | None = None) -> Path:
         output (`str` or `Path`, *optional*): file to write; `run_dir/report.html` if not given.
 
     Raises:
-        `FileNotFoundError`: `run_dir` does not exist or holds no trainer_state.json.
+        `FileNotFoundError`: `run_dir` does not exist or holds no trainer_state.json. `ValueError`: one of its JSON files
+            was not written to its end.
     """
     run_dir = Path(run_dir)
     output = run_dir / "report.html" if output is None else Path(output)

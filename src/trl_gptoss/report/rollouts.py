@@ -110,15 +110,24 @@ def _from_trajectory(record: dict[str, Any], decoder: Decoder | None) -> Rollout
     tags = [f"{turns} turn{'s' if turns != 1 else ''}", record["stop_reason"]]
     if any(r["failed"] for r in results):
         tags.append("tool failed")
-    prompt = record["prompt"]
     return Rollout(
-        question=prompt[-1]["content"] if isinstance(prompt, list) else str(prompt),
+        question=_question(record["prompt"]),
         step=record["step"],
         reward=record["reward"],
         tokens=_trajectory_tokens(record, decoder),
         tags=tags,
         facts=facts,
     )
+
+
+def _question(prompt: list[dict[str, Any]] | str | None) -> str:
+    """Text of the last message of the data set's prompt; content may be a list of text parts."""
+    if prompt is None:
+        return "(of the environment)"
+    if not isinstance(prompt, list):
+        return str(prompt)
+    content = prompt[-1]["content"]
+    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content or [])
 
 
 def _text_tokens(value: Any, author: str) -> list[Token]:

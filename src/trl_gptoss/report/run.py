@@ -29,8 +29,10 @@ class Run:
 def find_trainer_state(run_dir: Path) -> Path:
     """The newest trainer_state.json: that of the finished run, or of the last checkpoint of an interrupted one.
 
+    One that a crash left half-written is passed over where there is an older one.
+
     Raises:
-        `FileNotFoundError`: there is none.
+        `FileNotFoundError`: there is none. `ValueError`: none is whole.
     """
     found = [
         p for p in (run_dir / "trainer_state.json", *run_dir.glob("checkpoint-*/trainer_state.json")) if p.is_file()
@@ -40,15 +42,30 @@ def find_trainer_state(run_dir: Path) -> Path:
             f"{run_dir} holds no trainer_state.json, nor does a checkpoint in it: expected the output_dir of a TRL run "
             "that has saved at least once (it saves at the end and every save_steps)"
         )
-    return max(found, key=lambda p: (json.loads(p.read_text())["global_step"], p.parent == run_dir))
+    steps, torn = {}, []
+    for file in found:
+        try:
+            steps[file] = _read_json(file)["global_step"]
+        except (ValueError, KeyError, TypeError):
+            torn.append(str(file))
+    if not steps:
+        raise ValueError(f"no trainer_state.json of {run_dir} was written to its end: {', '.join(torn)}")
+    return max(steps, key=lambda p: (steps[p], p.parent == run_dir))
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is no JSON, perhaps it was not written to its end: {error}") from None
 
 
 def _model_name(run_dir: Path, state_file: Path) -> str | None:
     for folder in (run_dir, state_file.parent):
         if (folder / "adapter_config.json").is_file():
-            return json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+            return _read_json(folder / "adapter_config.json")["base_model_name_or_path"]
         if (folder / "config.json").is_file():
-            return ", ".join(json.loads((folder / "config.json").read_text()).get("architectures") or []) or None
+            return ", ".join(_read_json(folder / "config.json").get("architectures") or []) or None
     return None
 
 
@@ -56,12 +73,13 @@ def read_run(run_dir: Path) -> Run:
     """Read a run directory. Only trainer_state.json is required.
 
     Raises:
-        `FileNotFoundError`: `run_dir` does not exist, or holds no trainer_state.json.
+        `FileNotFoundError`: `run_dir` does not exist, or holds no trainer_state.json. `ValueError`: a JSON file that was not
+        written to its end; the message names it.
     """
     if not run_dir.is_dir():
         raise FileNotFoundError(f"the run directory {run_dir} does not exist")
     state_file = find_trainer_state(run_dir)
-    state = json.loads(state_file.read_text())
+    state = _read_json(state_file)
     evaluation = run_dir / "evaluation.json"
     rollouts = read_rollouts(run_dir, state_file.parent, state["global_step"])
     parts = [_model_name(run_dir, state_file)]
@@ -71,6 +89,6 @@ def read_run(run_dir: Path) -> Run:
         name=run_dir.resolve().name,
         subtitle=" · ".join(part for part in parts if part),
         history=state["log_history"],
-        evaluations=json.loads(evaluation.read_text()) if evaluation.is_file() else [],
+        evaluations=_read_json(evaluation) if evaluation.is_file() else [],
         rollouts=rollouts,
     )

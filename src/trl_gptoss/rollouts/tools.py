@@ -165,7 +165,7 @@ class ToolRunner:
             else:
                 text, failed, timed_out = str(value), False, False
         except BaseException as error:  # a tool is foreign code: even `exit()` in it must only be a failed call
-            text, failed, timed_out = f"error: {type(error).__name__}: {error}", True, isinstance(error, TimeoutError)
+            text, failed, timed_out = f"error: {_describe(error)}", True, isinstance(error, TimeoutError)
         box.append(ToolResult(name=call.name, arguments=shown, text=text, failed=failed, timed_out=timed_out))
 
     def _await(self, coroutine: Coroutine, timeout: float | None, name: str) -> Any:
@@ -236,6 +236,14 @@ class ToolSession:
             if len(found) == 1:
                 end = None if rest is None else time.monotonic() + rest
         return found
+
+
+def _describe(error: BaseException) -> str:
+    """Type and message; the message is foreign code, too."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException as another:
+        return f"{type(error).__name__} (whose message raises {type(another).__name__})"
 
 
 def _until(deadline: float | None) -> float | None:

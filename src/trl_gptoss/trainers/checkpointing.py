@@ -21,6 +21,11 @@ from accelerate.utils import send_to_device
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+REFERENCE = "reference_model.pt"  # weights of the reference model, if it follows the policy (sync_ref_model)
+
+# Settings that the counter and the slices of a loop state belong to.
+BATCHES = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
+
 
 @dataclass(kw_only=True, slots=True)
 class LoopState:
@@ -34,6 +39,7 @@ class LoopState:
     last_logged_step (`int`): optimizer step of the last log.
     tokens_seen (`int`): tokens generated so far, prompts included.
     world_size (`int`): processes of the run that wrote it.
+    batches (`dict[str, int]` or `None`): the settings of `BATCHES` in it; `None` in checkpoints of earlier versions.
     """
 
     step: int
@@ -44,6 +50,7 @@ class LoopState:
     last_logged_step: int
     tokens_seen: int
     world_size: int
+    batches: dict[str, int] | None = None
 
     def save(self, directory: str, rank: int) -> None:
         """Write to `directory` under its final name only once it is complete."""

@@ -253,6 +253,10 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, VllmRolloutConfig,
                 written = None
             if written != self.prompt_date:  # Python also reads 20260203 and 2026-W06-2
                 raise ValueError(f"prompt_date is {self.prompt_date!r}, expected a date as YYYY-MM-DD.")
+        if self.loss_type == "dr_grpo" and self.max_completion_length is None:
+            raise ValueError(
+                "loss_type='dr_grpo' divides by max_rollout_tokens, which is None. Set it, or another loss_type."
+            )
         if self.on_policy not in ("auto", "force", "off"):
             raise ValueError(f"on_policy is {self.on_policy!r}, expected 'auto', 'force' or 'off'.")
         if self.reasoning_effort not in ("low", "medium", "high"):

@@ -68,6 +68,10 @@ class CriticOptimizer:
             for optimizer in self.optimizers
         ]
         self.zero_grad()
+        if (
+            self.backbone is not None
+        ):  # whose optimizer passes over it where a run was broken off between two micro-batches
+            self.critic.model.backbone.zero_grad()
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:

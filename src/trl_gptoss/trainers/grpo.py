@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.logging import get_logger
+from accelerate.utils import gather_object, is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import nn
 from torch.utils.data import Sampler
@@ -49,7 +50,7 @@ from .environments import bind_environments, check_environment_tools, check_tool
 from .experts_options import check_experts_options, prepare_experts
 from .freezing import freeze
 from .guards import check_model
-from .harmony_rollouts import HarmonyRollouts, check_generation_kwargs
+from .harmony_rollouts import HarmonyRollouts, check_generation_kwargs, check_template_kwargs
 from .loading import ATTENTION, is_gpt_oss, load_reward_models, model_init_kwargs
 from .memory_guard import MemoryMixin
 from .offload import CheckpointOffload
@@ -69,6 +70,8 @@ from .vllm_rollouts import VllmMixin
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
+logger = get_logger(__name__)
+
 
 class GptOssGRPOTrainer(
     MemoryMixin, CorrectionMixin, OnPolicyMixin, ResumableMixin, SavingMixin, VllmMixin, GRPOTrainer
@@ -86,7 +89,7 @@ class GptOssGRPOTrainer(
         `create_accelerator_and_postprocess`: under FSDP2 log-probs stay in float32, and the head can be fused.
         `_generate_and_score_completions`: rows are kept for their columns; remembers which weights generated.
         `_generate`: the Harmony loop.
-        `_calculate_rewards`: a failed reward function discards its rows.
+        `_calculate_rewards`: a failed reward function discards its rows; columns of `log_extra` stay complete.
         `_get_train_sampler`, `_start_epoch`: a shuffle that can be resumed in any epoch.
         `log`: sampled rollouts to disk, conversations to the terminal.
         In [`CorrectionMixin`]: `_generate_and_score_completions`, `_compute_loss`,
@@ -96,7 +99,8 @@ class GptOssGRPOTrainer(
             parallelism.
         In [`RouterReplayMixin`]: `_generate_and_score_completions`, `compute_loss`, `training_step`: router replay.
         In [`MemoryMixin`]: `_prepare_inputs`, `compute_loss`, `training_step`: memory measured, explained, tried again.
-        In [`ResumableMixin`]: `train`, `_save_rng_state`, `_load_rng_state`: exact resumption.
+        In [`ResumableMixin`]: `train`, `_init_training_state`, `_run_epoch`, `_save_rng_state`, `_load_rng_state`: exact
+            resumption.
         In [`SavingMixin`]: `_save`, `create_model_card`, `push_to_hub`, `_push_from_checkpoint`: formats and publishing.
     """
 
@@ -159,6 +163,8 @@ class GptOssGRPOTrainer(
                     "use_transformers_continuous_batching=True does not work with Harmony rollouts: continuous batching "
                     "knows only the attention names of transformers. Unset it, or use use_vllm=True."
                 )
+            if rollout_func is None:
+                check_template_kwargs(args, reward_funcs if isinstance(reward_funcs, list) else [reward_funcs])
         check_tool_names(tools or ())
         environment_factory = bind_environments(environment_factory, args)
         self._before_loading(
@@ -205,7 +211,7 @@ class GptOssGRPOTrainer(
             f if isinstance(f, nn.Module) else guard(f, name, self._give_up)
             for f, name in zip(self.reward_funcs, self.reward_func_names)
         ]
-        self.sampled_logs = SampledLogs(args, self._tokenizer, self.speaks_harmony)
+        self.sampled_logs = SampledLogs(args, self._tokenizer, self.speaks_harmony and rollout_func is None)
         self._train_sampler: EpochRepeatSampler | None = None
         self._rows: list[dict[str, Any]] = []
         self._local_rewards: torch.Tensor | None = None
@@ -322,7 +328,7 @@ class GptOssGRPOTrainer(
 
     def _check_stop_ids(self, stop_ids: list[int]) -> None:
         """The three ids that end a Harmony turn are not negotiable, and the model must be able to sample them."""
-        rows = self._base_model.get_input_embeddings().num_embeddings
+        rows = self._base_model.config.get_text_config().vocab_size  # PEFT may wrap the embedding, ZeRO-3 empties it
         if max(stop_ids) >= rows:
             raise ValueError(
                 f"The tokenizer ends turns with the ids {stop_ids}, but the model's embedding has only {rows} rows: they "
@@ -405,7 +411,10 @@ class GptOssGRPOTrainer(
         for name, pool in self._environment_pool.items():
             for environment in pool:
                 if isinstance(environment, Environment):
-                    environment.close()
+                    try:
+                        environment.close()
+                    except Exception as error:  # foreign code, and a trained model waits to be saved behind it
+                        logger.warning(f"{type(environment).__name__}.close() raised {type(error).__name__}: {error}")
             self._environment_pool[name] = []
         self.environments = None
 
@@ -445,7 +454,7 @@ class GptOssGRPOTrainer(
 
     def _check_columns(self, row: dict[str, Any]) -> None:
         """Reward functions get the columns as keyword arguments, beside those of the rollouts."""
-        if "prompt" not in row:
+        if "prompt" not in row and self.environment_factories is None:  # an environment may say the prompt in `reset`
             raise ValueError(
                 f"The data set has the columns {sorted(row)}, and none of them is `prompt`. Rename the column that holds the "
                 "prompts, each a list of messages ([{'role': 'user', 'content': ...}])."
@@ -462,13 +471,29 @@ class GptOssGRPOTrainer(
         self, inputs: list[dict[str, Any]], prompts: list, completions: list, completion_ids_list: list[list[int]]
     ) -> torch.Tensor:
         rewards_NF = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._complete_extra_columns(len(prompts))
         rewards_NF = discard_failed_rows(rewards_NF)
         start = self.accelerator.process_index * len(prompts)
         self._local_rewards = rewards_NF[start : start + len(prompts)]
         return rewards_NF
 
+    def _complete_extra_columns(self, rows: int) -> None:
+        """None where `log_extra` was not called (a reward that failed, or that logs some batches only): TRL writes a table of the
+        last batches, whose columns have to be of one length and about the same rollouts."""
+        columns = self._logs["extra"]
+        for name in set(gather_object(list(self._pending_extra_logs))) - set(columns):
+            columns[name].extend([None] * len(self._logs["prompt"]))
+        for name in set(columns) - set(self._pending_extra_logs):
+            self._pending_extra_logs[name] = [None] * rows
+
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
         sampler = super()._get_train_sampler(dataset)
+        if len(sampler) == 0:  # `train` would end at once, without an error, with the model as it was
+            raise ValueError(
+                f"The data set has {sampler.num_samples} row(s), and a generation batch takes {sampler.batch_size} different prompts "
+                f"(generation_batch_size={self.args.generation_batch_size} completions, num_generations={self.num_generations}): "
+                "nothing could be trained on. Set a larger num_generations, or smaller batches."
+            )
         self._train_sampler = EpochRepeatSampler(
             data_source=sampler.data_source,
             mini_repeat_count=sampler.mini_repeat_count,
@@ -487,7 +512,7 @@ class GptOssGRPOTrainer(
         training = self.model.training
         # TRL prints a table of texts where we print conversations; what it writes to disk and to trackers stays.
         printed = self.num_completions_to_print
-        if self.speaks_harmony:
+        if self._engine is not None:
             self.num_completions_to_print = 0
         try:
             super().log(logs, start_time)

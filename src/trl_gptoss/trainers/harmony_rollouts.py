@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import is_conversational
 
@@ -16,6 +17,7 @@ from .config import GptOssGRPOConfig
 
 # What the fields of the configuration say, and what the loop decides by itself.
 _FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_OF_THE_TEMPLATE = ("reasoning_effort", "model_identity", "builtin_tools")  # of GPT-OSS's chat template
 _OF_THE_LOOP = ("do_sample", "max_length", "max_new_tokens", "num_beams", "num_return_sequences", "stop_strings")
 
 
@@ -41,6 +43,26 @@ def check_generation_kwargs(args: GptOssGRPOConfig, stop_ids: list[int]) -> None
         raise ValueError(
             f"generation_kwargs sets {wrong}; {', '.join(_FIELDS)} are fields of the configuration, which the loss reads too, "
             "the budget is max_rollout_tokens, and the rest belongs to the rollouts. Remove them."
+        )
+
+
+def check_template_kwargs(args: GptOssGRPOConfig, reward_funcs: list[Any]) -> None:
+    """Refuse `chat_template_kwargs`, which would have no effect: `{"reasoning_effort": "high"}` is how TRL alone says it.
+
+    Args:
+        args ([`GptOssGRPOConfig`]): with `chat_template_kwargs`.
+        reward_funcs (`list`): reward models among them render conversations with these arguments.
+
+    Raises:
+        ValueError: says which field to set.
+    """
+    given = args.chat_template_kwargs or {}
+    reads_them = any(isinstance(f, (str, nn.Module)) for f in reward_funcs)
+    lost = {name: value for name, value in given.items() if not reads_them or name in _OF_THE_TEMPLATE}
+    if lost:
+        raise ValueError(
+            f"chat_template_kwargs={lost} has no effect on Harmony rollouts, whose prompts are rendered without a chat template. "
+            f"Remove it; the effort is the field reasoning_effort (now {args.reasoning_effort!r}), the date is prompt_date."
         )
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from transformers import SchedulerType
 from trl import GRPOConfig
 
 from .config import GptOssGRPOConfig
@@ -25,6 +26,9 @@ _NOT_OF_PPO = {
     "sapo_temperature_pos": "it belongs to loss_type='sapo'",
     "sapo_temperature_neg": "it belongs to loss_type='sapo'",
 }
+
+
+_BY_METRIC = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
 
 class _GroupOfOne(int):
@@ -193,6 +197,11 @@ class GptOssPPOConfig(GptOssGRPOConfig):
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps} micro-batches of a mini-batch. Set "
                 "gradient_accumulation_steps to a multiple of it, with a smaller per_device_train_batch_size."
             )
+        if self.lr_scheduler_type in _BY_METRIC:
+            raise ValueError(
+                f"lr_scheduler_type={self.lr_scheduler_type.value!r} goes by a metric, and the critic's learning rate follows a "
+                "schedule of steps. Use one such as 'linear', 'cosine' or 'constant_with_warmup'."
+            )
         if self.fp16:
             raise ValueError(
                 "fp16=True needs one loss scaler for two optimizers, which is not supported. Use bf16=True, or neither."
@@ -248,6 +257,10 @@ class GptOssPPOConfig(GptOssGRPOConfig):
             value = getattr(self, name)
             if value is not None and not value > least:
                 raise ValueError(f"{name} is {value}, it must be greater than {least}.")
+        if self.loss_normalization == "fixed_length" and self.max_completion_length is None:
+            raise ValueError(
+                "loss_normalization='fixed_length' divides by max_rollout_tokens, which is None. Set it, or another normalization."
+            )
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         if self.dual_clip is not None and self.dual_clip <= 1 + high:
             raise ValueError(

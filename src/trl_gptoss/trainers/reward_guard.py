@@ -1,13 +1,13 @@
 """A reward function that fails costs its batch, not the run; one that keeps failing ends the run."""
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from trl.trainer.utils import is_async_callable
 
 logger = get_logger(__name__)
 
@@ -58,7 +58,7 @@ def checked(rewards: Iterable[float | None], count: int) -> list[float | None]:
 
     Raises:
         TypeError: it is no sequence, or holds something that is no number.
-        ValueError: it has another length.
+        ValueError: it has another length, or holds an infinite number.
     """
     expected = f"expected a list of {count} numbers (None where the function does not apply), one per completion"
     if rewards is None or isinstance(rewards, (str, bytes, float, int)):
@@ -69,13 +69,16 @@ def checked(rewards: Iterable[float | None], count: int) -> list[float | None]:
     for value in values:
         if isinstance(value, (str, bytes)):
             raise TypeError(f"it returned {value!r} as a reward; {expected}")
-    return [None if value is None else float(value) for value in values]
+    numbers = [None if value is None else float(value) for value in values]
+    if any(number is not None and math.isinf(number) for number in numbers):  # no group has a mean with it
+        raise ValueError(f"it returned an infinite reward; {expected}")
+    return numbers
 
 
 def guard(function: Callable[..., Any], name: str, give_up: Callable[[Exception], None]) -> Callable[..., Any]:
     """Wrap a reward function (plain or coroutine) in a [`RewardGuard`]."""
     state = RewardGuard(name, give_up)
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+    if is_async_callable(function):
 
         async def guarded(**kwargs: Any) -> list[float | None]:
             try:

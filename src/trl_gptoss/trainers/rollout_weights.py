@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from ..experts.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from ..hub.adapters import merged_weights
-from ..hub.publish import check_save_format
+from ..hub.publish import check_quantisable
 
 _QUANTISED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 
@@ -30,7 +30,7 @@ def check_rollout_weights(rollout_weights: str, config: PretrainedConfig, accele
     """
     if rollout_weights == "trained":
         return
-    check_save_format("mxfp4", config)
+    check_quantisable("rollout_weights='mxfp4'", "rollout_weights='trained'", config)
     sharded = accelerator.distributed_type == DistributedType.FSDP or (
         accelerator.distributed_type == DistributedType.DEEPSPEED
         and accelerator.state.deepspeed_plugin.zero_stage == 3

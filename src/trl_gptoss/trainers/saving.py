@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
+from datasets import Dataset, IterableDataset
 from huggingface_hub import CommitInfo
 from transformers import Trainer, is_wandb_available
 from transformers.trainer import TRAINING_ARGS_NAME
@@ -62,7 +63,8 @@ class SavingMixin(Trainer):
         if only_mxfp4 and self.args.should_save and not sharded_at_load:
             self._save_only_mxfp4(folder, state_dict)
             return
-        super()._save(output_dir, state_dict)
+        # transformers empties the dict that it writes, if the model was made from an MXFP4 checkpoint
+        super()._save(output_dir, None if state_dict is None else dict(state_dict))
         if not self.args.should_save:
             return
         if adapters:
@@ -181,14 +183,21 @@ class SavingMixin(Trainer):
                 logger.warning(f"evaluation.json is left out of the model card: {error}")
                 rows = []
             return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-        last = next((e for e in reversed(self.state.log_history) if "eval_loss" in e or "eval_reward" in e), {})
-        problems = len(self.eval_dataset) if hasattr(self.eval_dataset, "__len__") else 0
+        several = self.eval_dataset if isinstance(self.eval_dataset, dict) else {None: self.eval_dataset}
+        return [row for name, data in several.items() for row in self._rewards_of_evaluation(name, data)]
+
+    def _rewards_of_evaluation(self, name: str | None, dataset: Any) -> list[dict[str, Any]]:
+        """Rewards of the last evaluation; with several data sets (of the one that is called `name`) only the loss has the name."""
+        loss = "eval_loss" if name is None else f"eval_{name}_loss"
+        last = next((entry for entry in reversed(self.state.log_history) if loss in entry), {})
+        problems = len(dataset) if isinstance(dataset, Dataset) else 0
         rows = []
         for key, mean in last.items():
             match = re.fullmatch(r"eval_rewards/(.+)/mean", key)
             if match:
                 std = last.get(f"eval_rewards/{match[1]}/std")
-                rows.append({"evaluation": match[1], "problems": problems, "mean": mean, "std": std})
+                evaluation = match[1] if name is None else f"{name}: {match[1]}"
+                rows.append({"evaluation": evaluation, "problems": problems, "mean": mean, "std": std})
         return rows
 
     # ---- the Hub ----
@@ -353,8 +362,6 @@ def _plain(value: Any) -> Any:
 
 def _dataset_ids(dataset: Any) -> list[str]:
     """Ids of the Hub that a data set was downloaded from, by what `datasets` keeps about it."""
-    from datasets import Dataset, IterableDataset
-
     if not isinstance(dataset, Dataset | IterableDataset):
         return []
     sources = " ".join(dataset.info.download_checksums or {})

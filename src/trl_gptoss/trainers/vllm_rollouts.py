@@ -57,9 +57,8 @@ class TrlGeneration:
             raise ValueError(
                 f"A prompt leaves no room for a completion in vLLM's {self.engine.info.max_model_len} tokens."
             )
-        limits = [
-            min(self.args.max_completion_length, self.engine.info.max_model_len - len(prompt)) for prompt in prompts
-        ]
+        context, budget = self.engine.info.max_model_len, self.args.max_completion_length
+        limits = [context - len(prompt) if budget is None else min(budget, context - len(prompt)) for prompt in prompts]
         samples = self.engine.generate(prompts, limits)
         logps = [[[p] for p in sample.logps] for sample in samples]
         ids = [[[i] for i in sample.ids] for sample in samples]

@@ -48,7 +48,7 @@ class WeightSync:
         self.metrics: dict[str, float] = {}
         self._run = broadcast_object_list([uuid.uuid4().hex])[0]
         self._step: int | None = None
-        rows = weights.model.get_input_embeddings().num_embeddings
+        rows = weights.model.config.get_text_config().vocab_size  # PEFT may wrap the embedding
         self._probe_ids = probe_ids(rows, engine.info.max_model_len)
 
     def invalidate(self) -> None:
