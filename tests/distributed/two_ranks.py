@@ -18,6 +18,7 @@ from datasets import Dataset
 from scripted_backend import HarmonyWriter, ScriptedBackend
 from stub_vllm import StubPolicy, StubServer
 from tiny_policy import byte_tokenizer, tiny_model
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import GenerationConfig
 from trl.distributed import DistributedBackend
@@ -199,9 +200,10 @@ def sharded():
     """Weights sharded by FSDP2, rollouts of unequal numbers, lengths and turns: nothing hangs, tokens are right."""
     Accelerator(cpu=True)
     whole, model = tiny_model().eval(), tiny_model().eval()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # by default FSDP takes a GPU where there is one
     for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     dist.fsdp.register_fsdp_forward_method(model, "generate")
 
     def backend(m, collective):

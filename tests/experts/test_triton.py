@@ -177,6 +177,24 @@ def test_tensor_descriptors(monkeypatch: pytest.MonkeyPatch, store: bool) -> Non
     compare(case(60, 2, 3, 64, 48), 2e-5)
 
 
+@runnable
+@pytest.mark.parametrize(("hidden", "widths", "spread"), [(144, {32}, "random"), (176, {32, 64}, "foreign")])
+def test_narrow_tiles(monkeypatch: pytest.MonkeyPatch, hidden: int, widths: set[int], spread: str) -> None:
+    """What tiles of 128 columns leave over: 16, 32 or 48 columns."""
+    from trl_gptoss.experts import cuda_path, tiles
+    from trl_gptoss.experts.tuning import TileConfig
+
+    if not GPU:
+        aligned = lambda m: m.stride(1) == 1 and m.stride(0) * m.element_size() % 16 == 0  # noqa: E731
+        monkeypatch.setattr(tiles, "can_describe", aligned)
+    used, original = set(), tiles.narrow_columns
+    monkeypatch.setattr(tiles, "narrow_columns", lambda *sizes: used.add(original(*sizes)) or original(*sizes))
+    config = TileConfig(64 if GPU else 16, 128, 16, 4, 2, 2, 1, tma=True, tma_store=True, narrow=True)
+    monkeypatch.setattr(cuda_path, "tile_config", lambda *arguments: config)
+    compare(case(37, 2, 3, hidden, 144, 0, spread), 2e-5)
+    assert used == widths
+
+
 @pytest.mark.skipif(not HAS_TRITON, reason="needs the triton package")
 def test_ragged_descriptor_is_that_of_triton() -> None:
     from triton.tools.ragged_tma import create_ragged_descriptor

@@ -3,9 +3,10 @@
 Shape legend: T tokens, k = top_k, M = T * k assignments, H hidden, I intermediate, R rank of an adapter.
 
 Memory at the widest point, in rows of M: forward 2I (kept for backward) + I + one block of columns of H; backward
-2I + I + one block of columns of H, the gradients of the two products overwriting their inputs. Inputs are gathered
-inside the products, or from sorted copies where that is faster: slices of rows (`presort`), blocks of columns for the
-gradient of the first weight, and all of `grad` when `down` is trained, where one copy serves two products.
+2I + I (+ H when `down` is trained), then 2I + H, the gradients of the two products overwriting their inputs. The gradient
+of the first weight, the largest of all, comes last, with 2I and one block of columns of H. Inputs are gathered inside the products, or from
+sorted copies where that is faster: slices of rows (`presort`), blocks of columns for the gradient of the first weight,
+and all of `grad` when `down` is trained, where one copy serves two products.
 """
 
 from typing import Any
@@ -27,7 +28,7 @@ from .tuning import TileConfig, cdiv, low_rank_config, low_rank_wgrad_config, ti
 _COLUMN_BLOCK = 1024
 _SMALL_BUFFER = 64 * 2**20
 # Columns of one sorted copy for the weight gradient of the first product, which reads the other operand once for every
-# copy: as wide as the final buffers of backward allow without a higher peak.
+# copy.
 _COPY_BLOCK = 1536
 # Bytes of one sorted slice of `presort`: no more than the buffer of the second product at 32768 tokens.
 _SLICE = 256 * 2**20
@@ -288,6 +289,25 @@ def backward(
     thin = None
     if params.lora_up_in is not None:
         thin = _low_rank(d_gate_up, params.lora_up_out, order, offsets, top_k, transpose=True)
+    low_rank = None if thin is None else (thin, params.lora_up_in.transpose(1, 2).contiguous())
+    d_x = None
+    if needs.x:
+        rows = x.new_empty(M, x.shape[1])
+        grouped_gemm(
+            d_gate_up,
+            params.gate_up,
+            offsets,
+            tile_config("grad_input", M, experts, x),
+            top_k=top_k,
+            out=rows,
+            order=order,
+            scatter=True,
+            transpose_b=True,
+            low_rank=low_rank,
+        )
+        d_x = torch.empty_like(x)
+        combine(rows, index, d_x, experts)
+        del rows
     if needs.gate_up or needs.lora_up_in:
         blocks = _column_blocks(M, x.shape[1], x, _COPY_BLOCK)
         copy = x.new_empty(padded_rows(M, experts), blocks[0][1])
@@ -300,31 +320,9 @@ def backward(
                 wgrad("wgrad_up", sorted_x, d_gate_up, d_up[:, begin:end], padded_a=True)
             if needs.lora_up_in:
                 wgrad("low", sorted_x, thin, d_lora[:, begin:end], padded_a=True)
-        del copy, sorted_x
     if needs.lora_up_out:
         low = _low_rank(x, params.lora_up_in, order, offsets, top_k, gather=True)
         wgrad("low", low, d_gate_up, target("lora_up_out"))
-    low_rank = None if thin is None else (thin, params.lora_up_in.transpose(1, 2).contiguous())
-    d_x = None
-    if needs.x:
-        d_x = torch.empty_like(x)
-        blocks = _column_blocks(M, x.shape[1], x)
-        buffer = x.new_empty(M, blocks[0][1])
-        for begin, end in blocks:
-            grouped_gemm(
-                d_gate_up,
-                params.gate_up,
-                offsets,
-                tile_config("grad_input", M, experts, x),
-                top_k=top_k,
-                out=buffer,
-                order=order,
-                scatter=True,
-                transpose_b=True,
-                low_rank=low_rank,
-                columns=(begin, end),
-            )
-            combine(buffer, index, d_x[:, begin:end], experts)
     if into is not None:
         return Gradients(d_x, d_weight, *into)
     return Gradients(d_x, d_weight, *(found.get(name) for name in ExpertParams._fields))

@@ -1,8 +1,8 @@
 """Measured tile configurations, by GPU name, kernel and mean rows per expert.
 
 Values are the fields of `TileConfig` in order: bm, bn, bk, warps, stages, group, programs, tma, flatten, tma_store,
-presort (trailing defaults left out). Measured with `tune_experts`; the measurements, and which entries were chosen by
-inference instead, are in `benchmarks/experts/`.
+presort, narrow (trailing defaults left out). Measured with `tune_experts`; the measurements, and which entries were
+chosen by inference instead, are in `benchmarks/experts/`.
 """
 
 TABLES: dict[str, dict[str, dict[int, tuple]]] = {
@@ -28,8 +28,8 @@ TABLES: dict[str, dict[str, dict[int, tuple]]] = {
             8: (16, 128, 64, 4, 4, 8, 3, False, False),
             64: (128, 256, 64, 8, 3, 8, 1, True, False),
             256: (128, 256, 64, 8, 4, 8, 1, True),
-            1024: (128, 256, 64, 8, 4, 16, 1, True),
-            4096: (128, 256, 64, 8, 3, 8, 1, True),
+            1024: (128, 256, 64, 8, 4, 16, 1, True, False, False, False, True),
+            4096: (128, 256, 64, 8, 3, 8, 1, True, False, False, False, True),
         },
         "grad_hidden": {
             1: (16, 128, 64, 8, 5, 8, 2, False, False),
@@ -44,7 +44,7 @@ TABLES: dict[str, dict[str, dict[int, tuple]]] = {
             8: (16, 128, 64, 8, 5, 8, 2, False, False),
             64: (64, 256, 64, 4, 4, 8, 1, True, False),
             256: (128, 256, 64, 8, 3, 4, 1, True, True),
-            1024: (128, 256, 64, 8, 3, 16, 1, True, True, True),
+            1024: (128, 256, 64, 8, 3, 16, 1, True, False, False, False, True),
             4096: (128, 256, 64, 8, 3, 8, 1, True, True),
         },
         "grad_input": {
@@ -52,19 +52,19 @@ TABLES: dict[str, dict[str, dict[int, tuple]]] = {
             8: (16, 64, 128, 4, 3, 8, 4, False, False),
             64: (64, 256, 64, 4, 4, 8, 1, True, False),
             256: (64, 256, 64, 4, 4, 8, 1, True),
-            1024: (128, 256, 64, 8, 3, 16, 1, True, False),
-            4096: (128, 256, 64, 8, 3, 8, 1, True, False),
+            1024: (128, 256, 64, 8, 3, 16, 1, True, False, False, False, True),
+            4096: (128, 256, 64, 8, 3, 8, 1, True, False, False, False, True),
         },
         "wgrad_up": {
             64: (128, 256, 64, 8, 3, 8, 1, True, True, True),
             256: (128, 256, 32, 8, 6, 8, 1, True, True, True),
-            1024: (128, 256, 32, 8, 5, 8, 1, True, False, True),
+            1024: (128, 256, 32, 8, 4, 8, 1, True, False, True, False, True),
             4096: (128, 256, 64, 8, 3, 8, 1, True, False, True),
         },
         "wgrad_down": {
             64: (128, 256, 64, 8, 3, 8, 1, True, True, True),
             256: (128, 256, 32, 8, 6, 8, 1, True, False, True),
-            1024: (128, 256, 32, 8, 5, 8, 1, True, False, True),
+            1024: (128, 256, 32, 8, 5, 8, 1, True, False, True, False, True),
             4096: (128, 256, 64, 8, 3, 8, 1, True, False, True),
         },
     },

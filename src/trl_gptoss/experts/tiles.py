@@ -37,23 +37,31 @@ def locate_tile(offsets_ptr, running, tile, BM: tl.constexpr):
 
 
 @triton.jit
-def place_tile(offsets_ptr, running, tile, column_tiles, BM: tl.constexpr, GROUP: tl.constexpr):
+def place_tile(offsets_ptr, running, tile, column_tiles, NARROW: tl.constexpr, BM: tl.constexpr, GROUP: tl.constexpr):
     """Expert, its first and end row, row tile within the expert and column tile of tile `tile` of a product.
 
     All tiles of an expert come one after another, so that its matrix is read from memory once. Its row tiles are cut into
-    equal groups of at most `GROUP`, which share a column before the next column starts.
+    equal groups of at most `GROUP`, which share a column before the next column starts. With `NARROW` an expert's narrow
+    tiles come behind the others, `column_tiles` as their column. `running` counts row tiles, with `NARROW` all tiles.
     """
-    done = running * column_tiles <= tile
+    per_row = 1 if NARROW else column_tiles
+    done = running * per_row <= tile
     expert = tl.sum(done.to(tl.int32), axis=0)
-    rest = tile - tl.max(tl.where(done, running, 0), axis=0) * column_tiles
+    rest = tile - tl.max(tl.where(done, running, 0), axis=0) * per_row
     start = tl.load(offsets_ptr + expert)
     end = tl.load(offsets_ptr + expert + 1)
     row_tiles = tl.cdiv(end - start, BM)
-    group = tl.cdiv(row_tiles, tl.cdiv(row_tiles, GROUP))
-    first = rest // (group * column_tiles) * group
-    inside = rest % (group * column_tiles)
-    group = min(row_tiles - first, group)
-    return expert, start, end, first + inside % group, inside // group
+    if NARROW and rest >= row_tiles * column_tiles:
+        tile_m = rest - row_tiles * column_tiles
+        tile_n = column_tiles
+    else:
+        group = tl.cdiv(row_tiles, tl.cdiv(row_tiles, GROUP))
+        first = rest // (group * column_tiles) * group
+        inside = rest % (group * column_tiles)
+        group = min(row_tiles - first, group)
+        tile_m = first + inside % group
+        tile_n = inside // group
+    return expert, start, end, tile_m, tile_n
 
 
 @functools.cache
@@ -63,6 +71,12 @@ def processors(device: torch.device) -> int:
 
 def programs(config: TileConfig, tiles: int, device: torch.device) -> int:
     return max(1, min(tiles, processors(device) * config.programs))
+
+
+def narrow_columns(columns: int, bn: int) -> int:
+    """Columns of the narrow tile for what tiles of `bn` leave over: a quarter or half of `bn`, 0 for no such tile."""
+    left = columns % bn
+    return next((width for width in (bn // 4, bn // 2) if 0 < left <= width), 0)
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -30,9 +30,10 @@ def launches(
     gate_up_bias, down_bias = torch.randn(experts, 2 * I, **options), torch.randn(experts, H, **options)
     act, both = torch.randn(M, I, **options), torch.randn(M, 2 * I, **options)
     columns = _column_blocks(M, H, x)[0]
-    rows = torch.empty(M, columns[1], **options)
+    rows = torch.empty(M, H, **options)
     order, offsets = sort_by_expert(index, experts)
-    scattered = {"top_k": top_k, "order": order, "out": rows, "scatter": True, "columns": columns}
+    scattered = {"top_k": top_k, "order": order, "scatter": True}
+    block = {"out": rows[:, : columns[1]], "columns": columns}
     gate = {"gated": torch.empty_like(act), "alpha": 1.702, "limit": 7.0, "bias": gate_up_bias}
     product = torch.empty_like(both)
     backward = {"top_k": top_k, "out": torch.empty_like(act), "transpose_b": True}
@@ -43,13 +44,13 @@ def launches(
     part, d_part = copy[:, begin:end], d_up[:, begin:end]
     yield "up", lambda c: gathered_product(x, gate_up, order, offsets, c, top_k=top_k, **gate, out=product)
     yield "up_eval", lambda c: gathered_product(x, gate_up, order, offsets, c, top_k=top_k, **gate)
-    yield "down", lambda c: grouped_gemm(act, down, offsets, c, **scattered, bias=down_bias, weight=weight)
+    yield "down", lambda c: grouped_gemm(act, down, offsets, c, **scattered, **block, bias=down_bias, weight=weight)
     yield "grad_hidden", lambda c: gathered_product(x, down, order, offsets, c, **backward)
     yield (
         "grad_hidden_sorted",
         lambda c: grouped_gemm(copy, down, offsets, c, order=order, padded_a=True, **backward),
     )
-    yield "grad_input", lambda c: grouped_gemm(both, gate_up, offsets, c, **scattered, transpose_b=True)
+    yield "grad_input", lambda c: grouped_gemm(both, gate_up, offsets, c, **scattered, out=rows, transpose_b=True)
     yield "wgrad_up", lambda c: grouped_wgrad(part, both, d_part, offsets, c, padded_a=True)
     yield "wgrad_down", lambda c: grouped_wgrad(act, copy, d_down, offsets, c, padded_b=True)
 

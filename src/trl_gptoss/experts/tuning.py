@@ -27,6 +27,7 @@ KERNELS = (
     "wgrad_down",
 )
 PRESORTED = ("up", "up_eval", "grad_hidden")  # gather their rows, in the product or before it
+NARROWED = ("down", "grad_hidden_sorted", "grad_input", "wgrad_up", "wgrad_down")
 STORED_BY_TMA = ("up", "up_eval", "grad_hidden", "grad_hidden_sorted", "wgrad_up", "wgrad_down")
 
 
@@ -38,7 +39,9 @@ class TileConfig:
     `programs` is the size of the persistent grid per multiprocessor; `tma` uses tensor descriptors where they exist;
     `flatten` joins the tile loop with the contraction loop, so that a tile's first loads overlap the last one's store;
     `tma_store` (of `STORED_BY_TMA`) writes the result through a descriptor; `presort` (of `PRESORTED`) reads a sorted copy
-    of the input instead of gathering rows: a bandwidth-bound pass more, a faster product.
+    of the input instead of gathering rows: a bandwidth-bound pass more, a faster product; `narrow` (of `NARROWED`, with
+    `tma`) covers the columns that whole tiles leave over with tiles of `2 bm` rows and `bn / 4` or `bn / 2` columns, where
+    half a tile is enough; these kernels then neither flatten nor, but for the weight gradients, store by descriptor.
     """
 
     bm: int
@@ -52,6 +55,7 @@ class TileConfig:
     flatten: bool = False
     tma_store: bool = False
     presort: bool = False
+    narrow: bool = False
 
 
 def cache_path(device_name: str) -> Path:
@@ -147,6 +151,9 @@ def candidates(kernel: str, rows_per_expert: int) -> list[TileConfig]:
         large += [replace(config, tma_store=True) for config in large]
     if kernel in PRESORTED:
         large += [replace(config, presort=True) for config in large]
+    if kernel in NARROWED:
+        stored = {"tma_store": True, "bk": 32, "stages": 4} if kernel.startswith("wgrad") else {}
+        large.append(replace(tma, narrow=True, **stored))
     large.append(replace(tma, stages=4))
     if kernel.startswith("wgrad"):
         return [*large, TileConfig(128, 128, 64, 4, 3, programs=2, tma=True), TileConfig(128, 256, 32, 8, 6)]
