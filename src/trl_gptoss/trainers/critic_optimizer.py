@@ -68,9 +68,8 @@ class CriticOptimizer:
             for optimizer in self.optimizers
         ]
         self.zero_grad()
-        if (
-            self.backbone is not None
-        ):  # whose optimizer passes over it where a run was broken off between two micro-batches
+        if self.backbone is not None:
+            # Its optimizer does not, where a run was broken off between two micro-batches.
             self.critic.model.backbone.zero_grad()
 
     @contextmanager
