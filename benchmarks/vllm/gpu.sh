@@ -29,11 +29,11 @@ pair() { # NAME LIMIT SECONDS OPTIONS...
     part "$name" "$limit" $h200 --width 20b --rollouts 64 --turns --pin --timeout "$pairs" --cases plain:150 cached:150 --out "$out/h200_$name.csv" "$@"
     python benchmarks/vllm/overhead.py "$out/h200_$name.csv"
 }
-pair compiled "$budget" $((budget - 150)) --compiled --hold <"$out/go" &
+pair compiled "$budget" 240 --compiled --hold <"$out/go" &
 wide=$!
 part doctor 125 python benchmarks/vllm/doctor.py --out "$out/doctor.csv" &
 wait $!
-echo go >&3 # alone from here on
+echo $((budget - SECONDS + begun - 30)) >&3 # alone from here on
 wait $wide
 grep -q "cached ends: [0-9][0-9]" "$out/compiled.txt" || pair eager "$budget" $((budget - SECONDS + begun - 50))
 part one_forward 120 python benchmarks/correction/one_forward.py --layers 24 --steps 4 --out "$out/one_forward.csv"

@@ -94,7 +94,7 @@ def arguments() -> argparse.Namespace:
         "--hold",
         action="store_true",
         help="import (with --turns: start the engines and take the first three steps, too), and begin when a line comes on "
-        "standard input",
+        "standard input; with --turns the number in it takes the place of --timeout",
     )
     parser.add_argument(
         "--timeout",
@@ -574,8 +574,7 @@ def in_turns(args: argparse.Namespace, cases: dict[str, list[str]], core: int | 
         turns(STOP if lost else GO)
     if args.hold:
         say("all", "hold")
-        sys.stdin.readline()
-        end = time.monotonic() + args.timeout
+        end = time.monotonic() + float(sys.stdin.readline())
     with kept_awake(core):
         lasted, begun = 0.0, time.monotonic()
         while running and not lost and time.monotonic() + 2 * lasted < end:
