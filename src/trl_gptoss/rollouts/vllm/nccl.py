@@ -58,6 +58,7 @@ class NcclSender:
                 received.result()
 
     def _broadcast(self, batch: Iterator[tuple[str, torch.Tensor]]) -> None:
+        torch.cuda.current_stream().synchronize()  # vLLM packs on streams of its own, which wait for no other
         if self.version.has("trainer_engine"):
             from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 

@@ -55,6 +55,9 @@ CHANGES = {
         since="0.22", until="0.31", device="cpu", what="attention wants bf16 sinks whatever the dtype of the engine is"
     ),
     "no_routed_experts": Change(since="0.31", device="cpu", what="returning routed experts needs Triton"),
+    "completions_without_experts": Change(
+        since="0.22", until="0.26", what="not known whether a server's completions carry the experts; those of 0.26 do"
+    ),
     "prefixes_without_experts": Change(
         since="0.22",
         until="0.26",
