@@ -89,6 +89,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tolerance", type=float, help="vllm_probe_tolerance")
     parser.add_argument("--compiled", action="store_true", help="compilation and CUDA graphs in all cases")
     parser.add_argument("--turns", action="store_true", help="the cases take turns, step by step")
+    parser.add_argument(
+        "--bare",
+        action="store_true",
+        help="no comparison with the same batch without replay, which costs a little, too",
+    )
     parser.add_argument("--pin", action="store_true", help="with --turns: keep the main threads on one core")
     parser.add_argument(
         "--hold",
@@ -441,7 +446,7 @@ def run(args: argparse.Namespace) -> None:
         say(args.case, "engine is up")
         profile = args.profile and os.path.join(args.profile, f"{args.width}_{args.case}.txt")
         steps = Steps(trainer, args.case, args.device, args.tell, args.core, profile)
-        if args.case in ("replay", "cached"):
+        if args.case in ("replay", "cached") and not args.bare:
             compare_with_and_without(trainer, steps)
         rows_of_each_step(trainer, args, steps)
         gc.collect()

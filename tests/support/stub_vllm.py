@@ -124,7 +124,9 @@ class StubPolicy:
         with capture_routing(model) as record:
             model(torch.tensor([ids]))
         file = io.BytesIO()
-        np.save(file, (record.indices().permute(1, 0, 2).numpy() + self.other_experts) % model.config.num_local_experts)
+        np.save(
+            file, (record.indices().permute(1, 0, 2).numpy() + self.other_experts) % model.config.num_local_experts
+        )
         return base64.b64encode(file.getvalue()).decode("ascii")
 
 

@@ -107,7 +107,7 @@ class RouterReplayMixin(PaddingFreeMixin):
         if not self._padding_free:
             self._replay_from_here(_per_layer(inputs[ROUTED_EXPERTS].flatten(0, 1)))
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        differences = sum(record.differences() for record in self._replayed).to(self.accelerator.device)
+        differences = sum(record.differences().to(self.accelerator.device) for record in self._replayed)
         different, replayed = self.accelerator.reduce(differences, reduction="sum").tolist()
         self._metrics["train"]["router_replay/own_choice_differs"].append(different / max(replayed, 1))
         return loss
