@@ -1,21 +1,24 @@
 """GRPO with a vLLM server on another GPU, its weights over NCCL: every sync probed, what a sync costs, router replay, faults.
 
     python benchmarks/vllm/server.py --width 20b                                                 # two GPUs, vLLM 0.26
-    python benchmarks/vllm/server.py --width tiny --device cpu --cases file --steps 2 --out -    # tries the script out
+    python benchmarks/vllm/server.py --width tiny --device cpu --cases file_replay --steps 2 --out -    # tries the script out
 
 Model, data, tool and turns are those of h200.py, and so are the rows. The server gets its architecture and no weights: the first
 sync brings them. The trainer has the first GPU, the server the second one. Cases run one after another on the same server:
     nccl         vllm_sync_transport="nccl"
     nccl_replay  the same with router_replay="rollout"; the experts come with the completions
     file         vllm_sync_transport="file", through /dev/shm
+    file_replay  both
 
 Then faults are planted in the sync of the last case, after all weights were moved by noise: the sinks, or one expert, keep their
 former values. `fault/NAME` is how many tensors the probe called stale, and `fault/none` the same without a fault.
 """
 
 import argparse
+import contextlib
 import csv
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -27,7 +30,7 @@ from typing import Any
 
 import h200
 
-CASES = ("nccl", "nccl_replay", "file")
+CASES = ("nccl", "nccl_replay", "file", "file_replay")
 EXPERTS = "model.layers.0.mlp.experts.down_proj"
 
 
@@ -36,11 +39,14 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--width", choices=tuple(h200.SIZES), default="tiny")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES[:3]))
     parser.add_argument("--steps", type=int, default=5, help="of each case")
     parser.add_argument("--tokens", type=int, default=96, help="of one rollout after the prompt")
     parser.add_argument("--rollouts", type=int, default=32, help="of one step, in groups of 4")
     parser.add_argument("--start-timeout", type=float, default=300.0, help="most seconds for the server to start")
+    parser.add_argument(
+        "--hold", action="store_true", help="start the server, and begin when a line comes on standard input"
+    )
     parser.add_argument("--log", default="server.txt", help="what the server prints")
     parser.add_argument(
         "--out",
@@ -68,15 +74,25 @@ def started_server(args: argparse.Namespace, model: Any, tokenizer: Any, folder:
         f" --load-format dummy --dtype bfloat16 --max-model-len {args.tokens + 512} --max-num-seqs {args.rollouts}"
     )
     command += f" --logprobs-mode processed_logprobs --max-logprobs -1 --worker-extension-cls {WORKER_EXTENSION}"
-    command += " --enforce-eager --enable-return-routed-experts"
+    command += " --enforce-eager --enable-return-routed-experts --gpu-memory-utilization 0.3"
     if args.device == "cuda":
-        command += f" --gpu-memory-utilization 0.3 --kv-cache-memory-bytes {4 << 30} --weight-transfer-config"
+        command += f" --kv-cache-memory-bytes {4 << 30} --weight-transfer-config"
     words = command.split() + (['{"backend": "nccl"}'] if args.device == "cuda" else [])
     seen = {"CUDA_VISIBLE_DEVICES": "1"} if args.device == "cuda" else {}
     # h200.py keeps colocated engines in their process.
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **seen}
     with open(args.log, "a") as log:
-        return subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def wait_for(server: subprocess.Popen, port: int, seconds: float) -> None:
+    """Until the server listens."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and server.poll() is None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.5)
+    raise RuntimeError(f"The server does not listen after {seconds:g} s, or has ended ({server.poll()}): see its log.")
 
 
 def echo(text: str) -> str:
@@ -189,13 +205,20 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     import torch
 
+    import trl_gptoss.trainers.grpo
+    import trl_gptoss.trainers.vllm_setup  # noqa: F401 - while the server starts
     from trl_gptoss.tiny.vocabulary import small_tokenizer
 
     tokenizer, port = small_tokenizer(), free_port()
     shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory() as folder:
         server = started_server(args, h200.policy(args.width, len(tokenizer), "meta"), tokenizer, folder, port)
+        h200.say("server", f"is process group {server.pid}")
         try:
+            wait_for(server, port, args.start_timeout)
+            h200.say("server", "listens")
+            if args.hold:
+                sys.stdin.readline()
             for case in args.cases:
                 args.case = case
                 with tempfile.TemporaryDirectory(dir=shared) as out:
@@ -213,8 +236,8 @@ def main() -> None:
                 if args.device == "cuda":
                     torch.cuda.empty_cache()
         finally:
-            server.terminate()
-            server.wait(30)
+            os.killpg(server.pid, signal.SIGKILL)  # its engine, too
+            server.wait()
 
 
 def write_faults(args: argparse.Namespace, found: Iterator[tuple[str, int]]) -> None:
