@@ -579,7 +579,8 @@ def in_turns(args: argparse.Namespace, cases: dict[str, list[str]], core: int | 
         turns(STOP if lost else GO)
     if args.hold:
         say("all", "hold")
-        end = time.monotonic() + float(sys.stdin.readline())
+        seconds = float(sys.stdin.readline())
+        end = time.monotonic() + seconds
     with kept_awake(core):
         lasted, begun = 0.0, time.monotonic()
         while running and not lost and time.monotonic() + 2 * lasted < end:
