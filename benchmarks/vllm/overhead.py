@@ -2,7 +2,7 @@
 
     python benchmarks/vllm/overhead.py h200_compiled.csv --case cached --base plain
 
-Steps of the same number are a pair. The first three are left out (kernels are compiled), no other one is. For the whole step and
+Steps of the same number and the same commit are a pair (a run, then: a file may hold several). The first three are left out (kernels are compiled), no other one is. For the whole step and
 its parts, case / base: the geometric mean of the ratios of all pairs, the same without the lowest and the highest tenth and the
 median of the ratios, which hiccups of a shared host hardly move, and the ratio of the sums; each with a 95 % interval from 10000
 bootstrap samples of the pairs.
@@ -19,14 +19,17 @@ SAMPLES = 10_000
 PARTS = ("whole step", "forward, backward, optimizer", "sampling with tools", "sync and probe")
 
 
-def seconds(path: str, width: str) -> dict[str, dict[str, dict[int, float]]]:
+Step = tuple[str, int]  # commit and number
+
+
+def seconds(path: str, width: str, commit: str | None) -> dict[str, dict[str, dict[Step, float]]]:
     """By case, part and step."""
-    found: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    found: dict[str, dict[str, dict[Step, float]]] = defaultdict(lambda: defaultdict(dict))
     with open(path, newline="") as file:
         for row in csv.DictReader(file):
-            if row["width"] == width:
-                found[row["case"]][row["metric"]][int(row["step"])] = float(row["value"])
-    parts: dict[str, dict[str, dict[int, float]]] = {}
+            if row["width"] == width and commit in (None, row["commit"]):
+                found[row["case"]][row["metric"]][row["commit"], int(row["step"])] = float(row["value"])
+    parts: dict[str, dict[str, dict[Step, float]]] = {}
     for case, metrics in found.items():
         parts[case] = {part: {} for part in PARTS}
         for step, whole in metrics["bench/step_seconds"].items():
@@ -67,11 +70,12 @@ def main() -> None:
     parser.add_argument("--width", default="20b")
     parser.add_argument("--case", default="cached")
     parser.add_argument("--base", default="plain")
+    parser.add_argument("--commit", help="of one run")
     args = parser.parse_args()
-    found = seconds(args.path, args.width)
+    found = seconds(args.path, args.width, args.commit)
     for part in PARTS:
         case, base = found[args.case][part], found[args.base][part]
-        steps = [step for step in sorted(case) if step in base and step > WARM_UP]
+        steps = [step for step in sorted(case) if step in base and step[1] > WARM_UP]
         case_N, base_N = (np.array([values[step] for step in steps]) for values in (case, base))
         medians = f"medians {np.median(base_N):.4f} s, {np.median(case_N):.4f} s"
         print(f"{part}: {len(steps)} pairs, {args.base} and {args.case}: {medians}")

@@ -37,12 +37,24 @@ class _Capture:
 
 
 @dataclass(kw_only=True, slots=True)
+class _Replay:
+    """What one router replays.
+
+    indices (`torch.Tensor` of shape `(T, k)`, int64), recorded (`torch.Tensor` of shape `(T, 1)`, bool).
+    same (`torch.Tensor` of shape `(T,)`, bool): whether the router alone would have taken the same experts, once it has run.
+    """
+
+    indices: torch.Tensor
+    recorded: torch.Tensor
+    same: torch.Tensor | None = None
+
+
+@dataclass(kw_only=True, slots=True)
 class _RouterState:
     dtype: torch.dtype | None = None
     deterministic: bool = False
-    replay: torch.Tensor | None = None
+    replay: "_Replay | None" = None
     captures: list["_Capture"] = field(default_factory=list)  # the innermost context last
-    differences: list[torch.Tensor] = field(default_factory=list)
 
 
 _STATES: WeakKeyDictionary[nn.Module, _RouterState] = WeakKeyDictionary()
@@ -85,7 +97,7 @@ def _hook(
     elif recompute:
         indices = logits.topk(router.top_k, dim=-1).indices
     if state.replay is not None:
-        indices = _replayed(state, indices, router)
+        indices = _replayed(state.replay, indices)
     if recompute or state.deterministic or state.replay is not None:
         scores = functional.softmax(logits.gather(1, indices), dim=1, dtype=logits.dtype)
     if state.captures:
@@ -95,22 +107,18 @@ def _hook(
     return logits, scores, indices
 
 
-def _replayed(state: _RouterState, own: torch.Tensor, router: GptOssTopKRouter) -> torch.Tensor:
-    replay = state.replay
-    if replay.shape != own.shape:
+def _replayed(replay: _Replay, own: torch.Tensor) -> torch.Tensor:
+    if replay.indices.shape != own.shape:
         raise ValueError(
-            f"replay_routing got indices of shape {tuple(replay.shape)} per layer, but this forward routes "
+            f"replay_routing got indices of shape {tuple(replay.indices.shape)} per layer, but this forward routes "
             f"{own.shape[0]} tokens to {own.shape[1]} experts each. Give one row per token of the forward, in its "
             "order (batch times sequence, padding included), with rows of -1 where nothing was recorded."
         )
-    replay = replay.to(own.device, torch.long)
-    recorded = replay[:, :1] >= 0
-    if not state.differences:  # what checkpointing computes again is not counted again
-        with torch.no_grad():  # both have their experts once each, so all of one among the other means equal sets
-            same = (replay[:, :, None] == own[:, None, :]).any(dim=2).all(dim=1, keepdim=True)
-            differs = ~same & recorded
-            state.differences.append(torch.stack([differs.sum(), recorded.sum()]))
-    return torch.where(recorded, replay, own)
+    indices, recorded = replay.indices.to(own.device), replay.recorded.to(own.device)
+    if replay.same is None:  # what checkpointing computes again is not counted again
+        # both have their experts once each, so all of one among the other means equal sets
+        replay.same = (indices[:, :, None] == own[:, None, :]).any(dim=2).all(dim=1)
+    return torch.where(recorded, indices, own)
 
 
 def _states(model: nn.Module) -> list[_RouterState]:
@@ -191,16 +199,19 @@ def capture_routing(model: nn.Module, *, every_forward: bool = False) -> Iterato
 class ReplayRecord:
     """What `replay_routing` yields."""
 
-    def __init__(self, differences: list[list[torch.Tensor]]) -> None:
-        self._differences = differences  # of each layer; a replay inside of this one has its own
+    def __init__(self, layers: list[_Replay]) -> None:
+        self._layers = layers  # a replay inside of this one has its own
 
     def differences(self) -> torch.Tensor:
         """`(2,)` int64: choices (of a token in a layer) in which the router alone would have taken other experts, and
-        all replayed choices, of the first forward in this context."""
-        counts = [count for layer in self._differences for count in layer]
-        if not counts:
-            return torch.zeros(2, dtype=torch.long)
-        return torch.stack([count.to(counts[0].device) for count in counts]).sum(0).cpu()
+        all replayed choices, of the first forward in this context. On the device of the indices."""
+        device = self._layers[0].recorded.device
+        run = [layer for layer in self._layers if layer.same is not None]
+        if not run:
+            return torch.zeros(2, dtype=torch.long, device=device)
+        recorded_LT = torch.stack([layer.recorded[:, 0] for layer in run])
+        differs_LT = recorded_LT & ~torch.stack([layer.same.to(device) for layer in run])
+        return torch.stack([differs_LT.sum(), recorded_LT.sum()])
 
 
 def _check_indices(model: nn.Module, indices: torch.Tensor) -> None:
@@ -237,12 +248,13 @@ def replay_routing(model: nn.Module, indices: torch.Tensor, *, checked: bool = F
         )
     if not checked:
         _check_indices(model, indices)
-    before = [(state.replay, state.differences) for state in states]
-    own: list[list[torch.Tensor]] = [[] for _ in states]
-    for state, layer, differences in zip(states, indices, own, strict=True):
-        state.replay, state.differences = layer, differences
+    before = [state.replay for state in states]
+    indices = indices.long()  # of all layers at once, as their comparison with -1
+    layers = [_Replay(indices=layer, recorded=recorded) for layer, recorded in zip(indices, indices[..., :1] >= 0)]
+    for state, layer in zip(states, layers, strict=True):
+        state.replay = layer
     try:
-        yield ReplayRecord(own)
+        yield ReplayRecord(layers)
     finally:
-        for state, (replay, differences) in zip(states, before, strict=True):
-            state.replay, state.differences = replay, differences
+        for state, replay in zip(states, before, strict=True):
+            state.replay = replay

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from trl_gptoss.harmony import HarmonyVocabulary, render_prompt
 from trl_gptoss.rollouts import DamagedRouting, Episode, RolloutLimits, RouterShape, Toolbox, ToolRunner, run_episodes
 from trl_gptoss.rollouts.harmony_format import HarmonyFormat
-from trl_gptoss.rollouts.routed_experts import check_routing
+from trl_gptoss.rollouts.routed_experts import RoutingOfBatch, check_routing
 from trl_gptoss.rollouts.transformers_backend import TransformersBackend
 from trl_gptoss.routing import capture_routing
 from trl_gptoss.trajectory import Trajectory
@@ -76,15 +76,54 @@ def test_damaged_payloads_are_refused(kind):
         check_routing(damage(healthy()), SHAPE, PROMPT, SAMPLED)
 
 
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_one_damaged_payload_in_a_batch_is_found(kind):
+    damage, message = DAMAGE[kind]
+    batch = RoutingOfBatch(SHAPE)
+    with pytest.raises(DamagedRouting, match=message):
+        for key in range(3):
+            batch.add(key, 0, damage(healthy()) if key == 1 else healthy(), PROMPT, SAMPLED)
+        list(batch.checked())
+
+
+def second_turn(routing):
+    """A rollout whose first turn has shown 4 rows, and whose second one shows these 8."""
+    batch = RoutingOfBatch(SHAPE)
+    batch.add(0, 0, healthy()[:4], 3, 2)
+    batch.add(0, 1, routing, PROMPT, SAMPLED)
+    return list(batch.checked())
+
+
 def test_rows_from_earlier_turns_are_not_looked_at_again():
-    held = at(slice(0, 4), 0)(healthy())
-    assert (check_routing(held, SHAPE, PROMPT, SAMPLED, known=4) == healthy()[4:]).all()
-    with pytest.raises(DamagedRouting, match="prompt position 3, layer 0 are 0"):
-        check_routing(held, SHAPE, PROMPT, SAMPLED, known=3)
+    (_, _, before), (key, turn, rows) = second_turn(at(slice(0, 4), 0)(healthy()))
+    assert (key, turn) == (0, 1) and rows.dtype == np.uint8
+    assert (np.concatenate([before, rows]) == healthy()).all() and len(before) == 4
+    with pytest.raises(DamagedRouting, match="prompt position 4, layer 0 are 0"):
+        second_turn(at(slice(0, 5), 0)(healthy()))
     with pytest.raises(DamagedRouting, match=r"Position 6, layer 1 .* \[8, "):  # counted from the start of the rollout
-        check_routing(at((6, 1, 0), 8)(healthy()), SHAPE, PROMPT, SAMPLED, known=4)
+        second_turn(at((6, 1, 0), 8)(healthy()))
     with pytest.raises(DamagedRouting, match="7 positions, too few: 8"):
-        check_routing(healthy()[:-1], SHAPE, PROMPT, SAMPLED, known=4)
+        second_turn(healthy()[:-1])
+
+
+def test_rows_go_to_their_turns_in_whatever_order_samples_arrive():
+    rng = np.random.default_rng(1)
+    rows = rng.permuted(np.tile(np.arange(8), (2, 8, 3, 1)), axis=3)[..., :2].astype(np.uint8)
+    batch = RoutingOfBatch(SHAPE)
+    for key, turn, length in (
+        (1, 0, 2),
+        (0, 0, 3),
+        (1, 1, 5),
+        (1, 1, 6),
+        (0, 1, 4),
+        (1, 2, 8),
+    ):  # one turn in two pieces
+        batch.add(key, turn, rows[key, :length], length, 1)
+    ends = {(0, 0): (0, 3), (0, 1): (3, 4), (1, 0): (0, 2), (1, 1): (2, 6), (1, 2): (6, 8)}
+    found = {(key, turn): routing for key, turn, routing in batch.checked()}
+    assert found.keys() == ends.keys()
+    for (key, turn), (first, end) in ends.items():
+        assert (found[key, turn] == rows[key, first:end]).all()
 
 
 def test_too_many_experts_for_a_byte_are_refused():

@@ -4,16 +4,20 @@ It answers with the fields that vLLM 0.31 answers with. What a real vLLM does wi
 """
 
 import base64
+import copy
+import io
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import torch
 from safetensors.torch import load as load_bytes
 from safetensors.torch import load_file
 from torch import nn
 
 from trl_gptoss.rollouts.vllm.loading import trainer_checksums
+from trl_gptoss.routing import capture_routing
 
 
 class StubPolicy:
@@ -25,6 +29,7 @@ class StubPolicy:
     Attributes:
         skip (`set[str]`): names whose new values are dropped, as by a sync that forgets them.
         wrong (`float`): added to the log-probs of scoring, as by a kernel that computes otherwise.
+        other_experts (`int`): added to the experts that are reported.
         keeps_prefixes (`bool`): the prefix cache cannot be reset.
         resets (`list[str]`): paths of the requests to reset it.
         calls (`list[tuple]`): (method, policy version) of all RPCs that carry weights.
@@ -35,6 +40,7 @@ class StubPolicy:
         self.version = ""
         self.skip: set[str] = set()
         self.wrong = 0.0
+        self.other_experts = 0
         self.keeps_prefixes = False
         self.resets: list[str] = []
         self.calls: list[tuple[str, str]] = []
@@ -49,6 +55,7 @@ class StubPolicy:
             "logprobs_mode": "processed_logprobs",
             "quantization": None,
             "tensor_parallel_size": 1,
+            "routed_experts": False,
             **(description or {}),
         }
         self.lock = threading.Lock()
@@ -106,7 +113,21 @@ class StubPolicy:
             ids.append(int(torch.multinomial(logps.exp(), 1, generator=generator)))
             sampled.append(logps[ids[-1]].item())
         reason = "stop" if ids[-1] in body["stop_token_ids"] else "length"
-        return {"token_ids": ids, "logprobs": {"token_logprobs": sampled}, "finish_reason": reason}
+        choice = {"token_ids": ids, "logprobs": {"token_logprobs": sampled}, "finish_reason": reason}
+        return {**choice, "routed_experts": self.experts(prompt + ids[:-1])}
+
+    def experts(self, ids: list[int]) -> str | None:
+        """As vLLM's server encodes them."""
+        if not self.description["routed_experts"]:
+            return None
+        model = copy.deepcopy(self.model)  # other threads run this one
+        with capture_routing(model) as record:
+            model(torch.tensor([ids]))
+        file = io.BytesIO()
+        np.save(
+            file, (record.indices().permute(1, 0, 2).numpy() + self.other_experts) % model.config.num_local_experts
+        )
+        return base64.b64encode(file.getvalue()).decode("ascii")
 
 
 class StubServer:

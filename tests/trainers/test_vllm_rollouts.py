@@ -12,7 +12,9 @@ from stub_vllm import StubPolicy, StubServer
 from tiny_policy import byte_tokenizer, tiny_model
 
 from trl_gptoss.rollouts import Observation, ToolCall
+from trl_gptoss.rollouts.routed_experts import NOT_RECORDED
 from trl_gptoss.rollouts.vllm.engine import EngineUnavailable
+from trl_gptoss.routing import capture_routing
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer
 from trl_gptoss.trainers.sync_probe import StaleWeightsError
 from trl_gptoss.trainers.vllm_setup import _rendezvous
@@ -85,6 +87,40 @@ def test_rollouts_come_from_the_policy_that_is_trained(tmp_path, server, policy,
     assert len(probes(run)) == 3 and max(probes(run)) < 1e-5
     versions = [version for _, version in policy.calls]
     assert len(versions) == len(set(versions)) == 3
+
+
+@pytest.mark.parametrize("other", [0, 1])
+def test_the_training_forward_takes_the_experts_that_the_server_reports(tmp_path, server, policy, other):
+    policy.description |= {"routed_experts": True, "version": "0.26.0", "device": "cuda"}
+    policy.other_experts = other
+    run = trainer(tmp_path, server, router_replay="rollout", max_steps=2)
+    taken, compute_loss = [], run.compute_loss
+
+    def captured(model, inputs, *args, **kwargs):
+        with capture_routing(run.model) as record:
+            loss = compute_loss(model, inputs, *args, **kwargs)
+        reported_LTk = inputs["routed_experts"].flatten(0, 1).permute(1, 0, 2)
+        recorded_LT = reported_LTk[..., 0] != NOT_RECORDED
+        taken.append((record.indices() == reported_LTk).all(-1)[recorded_LT])
+        return loss
+
+    run.compute_loss = captured
+    run.train()
+    assert len(taken) == 2 and all(equal.all() and equal.numel() for equal in taken)
+    logs = [entry["router_replay/own_choice_differs"] for entry in run.state.log_history if "loss" in entry]
+    assert len(logs) == 2 and (max(logs) < 0.02 if other == 0 else min(logs) > 0.5)
+
+
+def test_a_server_that_does_not_report_experts_is_refused(tmp_path, server, policy):
+    policy.description |= {"version": "0.26.0", "device": "cuda"}
+    with pytest.raises(ValueError, match="--enable-return-routed-experts"):
+        trainer(tmp_path, server, router_replay="rollout")
+    policy.description |= {"routed_experts": True, "version": "0.25.1"}
+    with pytest.raises(NotImplementedError, match="completions of vLLM 0.25.1"):
+        trainer(tmp_path, server, router_replay="rollout")
+    policy.description |= {"version": "0.31.0", "device": "cpu"}
+    with pytest.raises(NotImplementedError, match="needs Triton"):
+        trainer(tmp_path, server, router_replay="rollout")
 
 
 def test_a_generation_that_lasts_several_steps_is_synced_once(tmp_path, server, policy):

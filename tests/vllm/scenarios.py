@@ -153,7 +153,7 @@ def replayed(folder, engine=None):
         max_steps=3,
         vllm_engine_kwargs={"enable_prefix_caching": False} if engine is None else engine,
     )
-    compute_loss, other = run.compute_loss, []
+    other = other_experts(run)
     llm_engine, cached = run.weight_sync.engine.llm.llm_engine, [0]
     step = llm_engine.step
 
@@ -163,6 +163,13 @@ def replayed(folder, engine=None):
         return outputs
 
     llm_engine.step = stepped
+    run.train()
+    return {"steps": run.state.global_step, "other": other, "logs": replay_logs(run), "cached": cached[0]}
+
+
+def other_experts(run):
+    """Of every step: choices in which the training forward takes other experts than were reported, and all of them."""
+    compute_loss, other = run.compute_loss, []
 
     def counted(model, inputs, *args, **kwargs):
         with capture_routing(run.model) as record:
@@ -174,10 +181,12 @@ def replayed(folder, engine=None):
         return loss
 
     run.compute_loss = counted
-    run.train()
+    return other
+
+
+def replay_logs(run):
     logged = ("router_replay/own_choice_differs", "rollout_correction/kl_k3")
-    logs = [{k: v for k, v in entry.items() if k in logged or "probe" in k} for entry in run.state.log_history]
-    return {"steps": run.state.global_step, "other": other, "logs": logs, "cached": cached[0]}
+    return [{k: v for k, v in entry.items() if k in logged or "probe" in k} for entry in run.state.log_history]
 
 
 def replayed_with_prefix_cache(folder):
@@ -312,12 +321,12 @@ def lora(folder):
 class Server:
     """A vLLM server in a process group of its own."""
 
-    def __init__(self, checkpoint, port, dtype="float32", load_format="auto"):
+    def __init__(self, checkpoint, port, dtype="float32", load_format="auto", options=()):
         self.command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
         self.command += ["--port", str(port), "--host", "127.0.0.1", "--dtype", dtype, "--load-format", load_format]
         self.command += ["--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16"]
         self.command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
-        self.command += ["--worker-extension-cls", WORKER_EXTENSION, "--served-model-name", "policy"]
+        self.command += ["--worker-extension-cls", WORKER_EXTENSION, "--served-model-name", "policy", *options]
         self.port = port
         self.process = None
 
@@ -342,11 +351,11 @@ def free_port():
 
 
 @contextmanager
-def server(folder, dtype="float32"):
+def server(folder, dtype="float32", options=()):
     checkpoint = folder / "checkpoint"
     policy(dtype).save_pretrained(checkpoint)
     byte_tokenizer().save_pretrained(checkpoint)
-    running = Server(checkpoint, free_port(), dtype)
+    running = Server(checkpoint, free_port(), dtype, options=options)
     running.start()
     try:
         yield running
@@ -372,6 +381,23 @@ def server_file_float32(folder):
 
 def server_http_bfloat16(folder):
     return by_server(folder, "http", "bfloat16")
+
+
+def server_replayed(folder):
+    """The same as `replayed`, with experts that come with the completions, and prefixes from the server's cache."""
+    with server(folder, "bfloat16", ["--enable-return-routed-experts", "--block-size", "32"]) as running:
+        run = trainer(
+            folder / "run",
+            model=policy("bfloat16"),
+            vllm_mode="server",
+            vllm_server_base_url=running.url,
+            router_replay="rollout",
+            vllm_importance_sampling_correction=True,
+            max_steps=3,
+        )
+        other = other_experts(run)
+        run.train()
+    return {"steps": run.state.global_step, "other": other, "logs": replay_logs(run)}
 
 
 def doctor(folder):

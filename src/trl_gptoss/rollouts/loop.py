@@ -13,11 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import numpy as np
-
 from ..trajectory import StopReason, ToolResult, Trajectory, Turn
 from .backend import GenerationBackend, Sample, SampleEnd
-from .routed_experts import RouterShape, check_routing
+from .routed_experts import RouterShape, RoutingOfBatch
 from .stream import SampleRequest, SampleStream, WaveStream
 from .tools import Toolbox, ToolCall, ToolRunner, ToolSession
 
@@ -103,7 +101,6 @@ class Episode:
     deadline: float | None = None
     piece: Sample | None = None
     pieces: int = 0
-    routing: list[np.ndarray] = field(default_factory=list)
 
 
 def run_episodes(
@@ -160,7 +157,7 @@ class _Run:
         self.limits = limits
         self.stop_ids = stop_ids
         self.any_rank_running = any_rank_running
-        self.router = router
+        self.routing = None if router is None else RoutingOfBatch(router)
         self.calls: dict[int, list[ToolCall]] = {}
 
     def to_the_end(self) -> None:
@@ -174,6 +171,9 @@ class _Run:
                 self.answer(key, results)
             for key, sample in self.stream.poll(_TICK if self.tools.pending else _IDLE):
                 self.take(key, sample)
+        if self.routing is not None:
+            for key, turn, rows in self.routing.checked():
+                self.episodes[key].trajectory.turns[turn].routing = rows
 
     def is_running(self) -> bool:
         here = bool(self.stream.waiting or self.tools.pending)
@@ -211,8 +211,10 @@ class _Run:
     def take(self, key: int, sample: Sample) -> None:
         """Append what was sampled, and go on with the tools of the turn."""
         episode = self.episodes[key]
-        if self.router is not None and sample.ids:
-            self._take_routing(episode, sample)
+        if self.routing is not None and sample.ids:
+            prompt = len(episode.context) + (0 if episode.piece is None else len(episode.piece.ids))
+            turn = len(episode.trajectory.turns)
+            self.routing.add(key, turn, sample.routing, prompt, len(sample.ids))
         sample = _joined(episode.piece, sample)
         cut = not sample.ids or sample.ids[-1] not in self.stop_ids
         unfinished = cut and len(sample.ids) < episode.budget and sample.end is not SampleEnd.ABORT
@@ -225,12 +227,6 @@ class _Run:
         if calls:
             self.calls[key] = calls
             self.tools.start(key, episode.toolbox, calls, episode.deadline)
-
-    def _take_routing(self, episode: Episode, sample: Sample) -> None:
-        """Keep the rows of positions that have none yet."""
-        prompt = len(episode.context) + (0 if episode.piece is None else len(episode.piece.ids))
-        known = sum(len(part) for part in episode.routing)
-        episode.routing.append(check_routing(sample.routing, self.router, prompt, len(sample.ids), known))
 
     def answer(self, key: int, results: list[ToolResult]) -> None:
         """Append the results of a turn's calls, and go on with the next turn."""
@@ -272,7 +268,6 @@ def _take(
             sampling_logps=sample.logps,
             messages=parsed.messages,
             anomalies=parsed.anomalies,
-            routing=_routing_of_turn(episode),
         )
     )
     trajectory.final_text = parsed.final_text
@@ -290,14 +285,6 @@ def _take(
     else:
         return parsed.calls
     return []
-
-
-def _routing_of_turn(episode: Episode) -> np.ndarray | None:
-    """The rows that the earlier turns do not hold."""
-    if not episode.routing:
-        return None
-    held = sum(len(turn.routing) for turn in episode.trajectory.turns)
-    return np.concatenate(episode.routing)[held:]
 
 
 def _answer(episode: Episode, calls: list[ToolCall], results: list[ToolResult], turn_format: TurnFormat) -> bool:

@@ -9,8 +9,13 @@ but the last token:
 A row is (L, k) expert ids in uint8, L layers, k experts per token. Later turns bring rows for all positions, too; only
 those of new positions are taken, so each row is the choice that was made when the position was first computed for this
 rollout's own tokens.
+
+How many rows there are is checked as they arrive, and what is in them for a whole batch at once: a look at each of its few
+thousand small payloads costs more than everything else that the trainer does with them.
 """
 
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,9 +43,78 @@ class RouterShape:
             raise ValueError(f"Router replay holds expert ids in uint8: {self.experts} experts are too many.")
 
 
-def check_routing(
-    routing: np.ndarray | None, shape: RouterShape, prompt: int, sampled: int, known: int = 0
-) -> np.ndarray:
+@dataclass(kw_only=True, frozen=True, slots=True)
+class _Payload:
+    """Rows of one sample, for positions from `known` on.
+
+    key, turn (`int`): the rollout, and its turn.
+    rows (`np.ndarray`): (n, L, k) integers.
+    prompt, known (`int`): as in [`check_routing`].
+    """
+
+    key: int
+    turn: int
+    rows: np.ndarray
+    prompt: int
+    known: int
+
+
+class RoutingOfBatch:
+    """What the sampler reports for the rollouts of one batch.
+
+    Args:
+        shape ([`RouterShape`]): of the model that is trained.
+    """
+
+    def __init__(self, shape: RouterShape) -> None:
+        self.shape = shape
+        self._payloads: list[_Payload] = []
+        self._known: dict[int, int] = defaultdict(int)
+
+    def add(self, key: int, turn: int, routing: np.ndarray | None, prompt: int, sampled: int) -> None:
+        """Take the rows of positions that have none yet.
+
+        Args:
+            key (`int`): of the rollout.
+            turn (`int`): to which the rows belong. It may have several samples.
+            routing (`np.ndarray`): (P + n - 1, L, k) integers.
+            prompt (`int`): P, tokens of the prompt.
+            sampled (`int`): n, tokens sampled after it.
+
+        Raises:
+            DamagedRouting: it cannot be the rows of this sample.
+        """
+        _check_layout(routing, self.shape, prompt + sampled - 1)
+        known = self._known[key]
+        self._payloads.append(_Payload(key=key, turn=turn, rows=routing[known:], prompt=prompt, known=known))
+        self._known[key] = len(routing)
+
+    def checked(self) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Rollout, turn and (n, L, k) uint8 of the positions that the turn has added, for every turn.
+
+        Raises:
+            DamagedRouting: what was found and what to look at.
+        """
+        if not self._payloads:
+            return
+        payloads = sorted(
+            self._payloads, key=lambda payload: (payload.key, payload.turn)
+        )  # stable: samples stay in order
+        rows_TLk = np.concatenate([payload.rows for payload in payloads])
+        if not _sound(rows_TLk, self.shape):
+            for payload in payloads:
+                _check_values(payload.rows, self.shape, payload.prompt, payload.known)
+        rows_TLk = rows_TLk.astype(np.uint8, copy=False)
+        lengths: dict[tuple[int, int], int] = defaultdict(int)
+        for payload in payloads:
+            lengths[payload.key, payload.turn] += len(payload.rows)
+        first = 0
+        for (key, turn), length in lengths.items():
+            yield key, turn, rows_TLk[first : first + length]
+            first += length
+
+
+def check_routing(routing: np.ndarray | None, shape: RouterShape, prompt: int, sampled: int) -> np.ndarray:
     """Refuse what is damaged, and say how.
 
     Args:
@@ -48,22 +122,31 @@ def check_routing(
         shape ([`RouterShape`]): of the model that is trained.
         prompt (`int`): P, tokens of the prompt.
         sampled (`int`): n, tokens sampled after it.
-        known (`int`, *optional*, defaults to 0): positions whose rows are there from earlier turns. Theirs are not looked at
-            again, so that a rollout of many turns costs no more than one of a single turn.
 
     Returns:
-        `np.ndarray`: the rows of the other positions, in uint8.
+        `np.ndarray`: the rows in uint8.
 
     Raises:
         DamagedRouting: what was found and what to look at.
     """
-    if routing is None:
-        raise DamagedRouting(
-            "The sampler reports no routing. Router replay needs a vLLM engine with enable_return_routed_experts=True, or "
-            "sampling through transformers."
-        )
     _check_layout(routing, shape, prompt + sampled - 1)
-    routing = routing[known:]
+    if not _sound(routing, shape):
+        _check_values(routing, shape, prompt, 0)
+    return routing.astype(np.uint8, copy=False)
+
+
+def _sound(routing: np.ndarray, shape: RouterShape) -> bool:
+    """Whether every row has `top_k` different experts of the model. Rows of zeros and of 255 have not."""
+    if not routing.size:
+        return True
+    if routing.max() >= shape.experts or routing.min() < 0:
+        return False
+    choices_kN = np.ascontiguousarray(routing.reshape(-1, shape.top_k).T)
+    return not any((choices_kN[i] == choices_kN[j]).any() for i in range(shape.top_k) for j in range(i))
+
+
+def _check_values(routing: np.ndarray, shape: RouterShape, prompt: int, known: int) -> None:
+    """Say what is wrong with rows of positions from `known` on, if something is."""
     if routing.size and (routing.min() < 0 or routing.max() >= shape.experts):
         token, layer, _ = np.argwhere((routing < 0) | (routing >= shape.experts))[0]
         values = routing[token, layer].tolist()
@@ -75,7 +158,6 @@ def check_routing(
             "engine runs another model, or the ids are those of expert-parallel replicas."
         )
     _check_rows(routing, shape, prompt, known)
-    return routing.astype(np.uint8, copy=False)
 
 
 _ADVICE = (
@@ -88,7 +170,12 @@ def _part(token: int, prompt: int) -> str:
     return "prompt" if token < prompt else "sampled"
 
 
-def _check_layout(routing: np.ndarray, shape: RouterShape, rows: int) -> None:
+def _check_layout(routing: np.ndarray | None, shape: RouterShape, rows: int) -> None:
+    if routing is None:
+        raise DamagedRouting(
+            "The sampler reports no routing. Router replay needs a vLLM engine with enable_return_routed_experts=True, or "
+            "sampling through transformers."
+        )
     if not isinstance(routing, np.ndarray) or not np.issubdtype(routing.dtype, np.integer):
         found = routing.dtype if isinstance(routing, np.ndarray) else type(routing).__name__
         raise DamagedRouting(f"Expert ids must be an array of integers, got {found}.")

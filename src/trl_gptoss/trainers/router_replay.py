@@ -72,18 +72,18 @@ class RouterReplayMixin(PaddingFreeMixin):
 
     def _batch_of_routes(self, rows: list[dict[str, Any]], output: dict[str, Any]) -> torch.Tensor:
         """(B, P + C, L, k) uint8 from trajectories, or from the `routed_experts` of a `rollout_func`."""
-        masks_BS = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1).tolist()
-        prompts = output["prompt_mask"].sum(1).tolist()
-        shape = (*(len(masks_BS), len(masks_BS[0])), self._router.layers, self._router.top_k)
+        masks = (output["prompt_mask"], output["completion_mask"])
+        lengths = torch.stack([mask.sum(1) for mask in masks], dim=1).tolist()
+        width = sum(mask.size(1) for mask in masks)
+        shape = (len(lengths), width, self._router.layers, self._router.top_k)
         batch_BSLk = np.full(shape, NOT_RECORDED, dtype=np.uint8)
-        for i, (row, mask, prompt) in enumerate(zip(rows, masks_BS, prompts)):
-            tokens = sum(mask)
-            if tokens == prompt:  # mask_truncated_completions has taken this rollout out
+        for i, (row, (prompt, completion)) in enumerate(zip(rows, lengths)):
+            if completion == 0:  # mask_truncated_completions has taken this rollout out
                 continue
             first = output["prompt_mask"].size(1) - prompt
             routes = row["trajectories"].routing if "trajectories" in row else row.get("routed_experts")
             if "trajectories" not in row:
-                routes = check_routing(routes, self._router, prompt, tokens - prompt)
+                routes = check_routing(routes, self._router, prompt, completion)
             # All but the last token; fewer where the engine gave up behind the answer of a tool, which then predicts nothing.
             batch_BSLk[i, first : first + len(routes)] = routes
         return torch.from_numpy(batch_BSLk).to(output["prompt_ids"].device)
@@ -107,7 +107,7 @@ class RouterReplayMixin(PaddingFreeMixin):
         if not self._padding_free:
             self._replay_from_here(_per_layer(inputs[ROUTED_EXPERTS].flatten(0, 1)))
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        differences = sum(record.differences() for record in self._replayed).to(self.accelerator.device)
+        differences = sum(record.differences().to(self.accelerator.device) for record in self._replayed)
         different, replayed = self.accelerator.reduce(differences, reduction="sum").tolist()
         self._metrics["train"]["router_replay/own_choice_differs"].append(different / max(replayed, 1))
         return loss

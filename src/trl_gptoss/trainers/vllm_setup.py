@@ -73,12 +73,7 @@ def make_engine(
     )
     extra = dict(args.generation_kwargs or {})
     if args.vllm_mode == "server":
-        if record_routing:
-            raise NotImplementedError(
-                "router_replay needs the experts that the engine chose, which vLLM's completions do not carry. Use "
-                "vllm_mode='colocate', or router_replay='off'."
-            )
-        return _server(args, accelerator, stop_ids, sampling, extra)
+        return _server(args, accelerator, stop_ids, sampling, extra, record_routing)
     return _colocated(args, model, tokenizer, accelerator, stop_ids, sampling, extra, record_routing)
 
 
@@ -104,6 +99,7 @@ def _server(
     stop_ids: list[int],
     sampling: SamplingOptions,
     extra: dict[str, Any],
+    record_routing: bool,
 ) -> VllmEngine:
     from ..rollouts.vllm.nccl import NcclSender
     from ..rollouts.vllm.server import ServerEngine
@@ -111,7 +107,10 @@ def _server(
     url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
     client = VllmClient(url, args.vllm_server_timeout, args.vllm_request_timeout)
     client.wait()
-    version = client.describe().version
+    info = client.describe()
+    if record_routing:
+        info.check_routing()
+    version = info.version
     transport = args.vllm_sync_transport
     if transport == "auto":
         transport = "nccl" if accelerator.device.type == version.device == "cuda" else "file"

@@ -19,6 +19,7 @@ DESCRIPTION = {
     "policy_version": "",
     "quantization": None,
     "tensor_parallel_size": 1,
+    "routed_experts": False,
 }
 
 

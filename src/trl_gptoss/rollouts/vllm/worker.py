@@ -57,6 +57,7 @@ class PolicyWorkerExtension:
             "policy_version": vars(self).get("policy_version", ""),
             "quantization": self.model_config.quantization,
             "tensor_parallel_size": self.parallel_config.tensor_parallel_size,
+            "routed_experts": self.model_config.enable_return_routed_experts,
         }
 
     def policy_load(self: _Worker, weights: Weights, policy_version: str) -> None:
