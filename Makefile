@@ -13,6 +13,8 @@ ALGORITHM ?= grpo
 RECIPE := configs/recipes/$(if $(filter ppo,$(ALGORITHM)),tiny_ppo,tiny).yaml
 OUT   ?= outputs/retool-tiny$(if $(filter ppo,$(ALGORITHM)),-ppo)
 ARGS  ?=
+# A thread that waits for another one sleeps: counting instead takes the core from whoever needs it (docs/quickstart.md).
+export OMP_WAIT_POLICY ?= passive
 GPU   := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU)
 ACCEL ?= configs/accelerate/$(if $(filter-out 0,$(GPU)),single_gpu,cpu).yaml
 
