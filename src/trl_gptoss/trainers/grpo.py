@@ -1,16 +1,11 @@
 """`GptOssGRPOTrainer`: TRL's GRPO with a token-exact tool loop and a ratio that is exactly 1 where it has to be."""
 
-import copy
 import functools
 import inspect
-import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import gather_object, is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import nn
@@ -26,24 +21,16 @@ from transformers import (
 )
 from transformers.trainer_callback import ProgressCallback
 from trl import GRPOTrainer
-from trl.extras.profiling import profiling_context
-from trl.models import unwrap_model_for_generation
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id
 
 from .._compat import leave_head_to_root, silence_renamed_attributes
 from ..attention import selftest
-from ..environments import Environment
-from ..harmony import HarmonyVocabulary, is_harmony, set_response_template, tool_spec
+from ..harmony import HarmonyVocabulary, is_harmony, set_response_template
 from ..hub.adapters import train_sinks
 from ..hub.publish import check_save_format
 from ..parallelism import keep_float32_results
-from ..rollouts import GenerationBackend, RolloutLimits, ToolRunner
-from ..rollouts.sglang_backend import SglangBackend
-from ..rollouts.transformers_backend import TransformersBackend
-from ..rollouts.vllm.stream import rollout_backend
-from ..trajectory import Trajectory
-from .callbacks import RolloutProgressCallback, SyncAgainCallback
+from .callbacks import RolloutProgressCallback
 from .config import GptOssGRPOConfig
 from .corrected_loss import CorrectionMixin
 from .environments import (
@@ -54,8 +41,9 @@ from .environments import (
 )
 from .experts_options import check_experts_options, prepare_experts
 from .freezing import freeze
+from .generation import GenerationMixin
 from .guards import check_model
-from .harmony_rollouts import HarmonyRollouts, check_generation_kwargs, check_template_kwargs
+from .harmony_rollouts import check_template_kwargs
 from .loading import ATTENTION, is_gpt_oss, load_reward_models, model_init_kwargs
 from .memory_guard import MemoryMixin
 from .offload import CheckpointOffload
@@ -63,9 +51,7 @@ from .on_policy import OnPolicyMixin
 from .optimizer_options import check_optimizer
 from .resumable import ResumableMixin
 from .reward_guard import discard_failed_rows, guard
-from .rollout_metrics import gather_rollout_metrics
-from .rollout_weights import check_rollout_weights, sampling_weights
-from .router_replay import record_generation
+from .rollout_weights import check_rollout_weights
 from .sampled_logs import SampledLogs, SampledRollout
 from .sampling import EpochRepeatSampler
 from .saving import SavingMixin
@@ -75,11 +61,16 @@ from .vllm_rollouts import VllmMixin
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
-logger = get_logger(__name__)
-
 
 class GptOssGRPOTrainer(
-    MemoryMixin, CorrectionMixin, OnPolicyMixin, ResumableMixin, SavingMixin, VllmMixin, GRPOTrainer
+    MemoryMixin,
+    CorrectionMixin,
+    OnPolicyMixin,
+    GenerationMixin,
+    ResumableMixin,
+    SavingMixin,
+    VllmMixin,
+    GRPOTrainer,
 ):
     """[`~trl.GRPOTrainer`] for GPT-OSS and other models.
 
@@ -93,10 +84,10 @@ class GptOssGRPOTrainer(
         `__init__`: loading of GPT-OSS, guards, options of the experts, stop ids, the rollout engine.
         `create_accelerator_and_postprocess`: under FSDP2 log-probs stay in float32, and the head can be fused.
         `_generate_and_score_completions`: rows are kept for their columns; remembers which weights generated.
-        `_generate`: the Harmony loop.
         `_calculate_rewards`: a failed reward function discards its rows; columns of `log_extra` stay complete.
         `_get_train_sampler`, `_start_epoch`: a shuffle that can be resumed in any epoch.
         `log`: sampled rollouts to disk, conversations to the terminal.
+        In [`GenerationMixin`]: `_generate`: the Harmony loop.
         In [`CorrectionMixin`]: `_generate_and_score_completions`, `_compute_loss`,
             `_get_per_token_logps_and_entropies`: rollout correction.
         In [`OnPolicyMixin`]: `compute_loss`, `training_step`, `_get_per_token_logps_and_entropies`: the ratio.
@@ -268,161 +259,7 @@ class GptOssGRPOTrainer(
     def _reward_weights(self) -> dict[str, float]:
         return dict(zip(self.reward_func_names, self.reward_weights.tolist()))
 
-    # ---- generation ----
-
-    def _build_engine(self) -> HarmonyRollouts:
-        stop_ids = HarmonyVocabulary.of(self._tokenizer).stop_ids
-        self._check_stop_ids(stop_ids)
-        self._base_model.generation_config.eos_token_id = list(stop_ids)
-        self.eos_token_ids = list(stop_ids)
-        args = self.args
-        if self.weight_sync is not None:
-            backend = rollout_backend(self.weight_sync.engine)
-        else:
-            self.generation_config.eos_token_id = list(stop_ids)
-            backend = TransformersBackend(
-                open_model=self._open_model,
-                generation_config=self.generation_config,
-                stop_ids=stop_ids,
-                pad_id=self._tokenizer.pad_token_id,
-                device=self.accelerator.device,
-                collective=self._dist.is_zero3 or self._dist.is_fsdp,
-                record_routing=record_generation if self._router is not None else None,
-            )
-        limits = RolloutLimits(
-            max_turns=args.max_turns,
-            max_rollout_tokens=args.max_rollout_tokens or sys.maxsize,
-            max_context=self._context_length(),
-            max_seconds=args.max_rollout_seconds,
-        )
-        runner = ToolRunner(
-            output_limit=args.tool_output_limit,
-            max_concurrent=args.max_concurrent_tools,
-            event_loop=self.async_loop if self._has_async_funcs else None,
-        )
-        for tool in self.tools:  # hints and docstrings are checked now, not when the first prompt is rendered
-            tool_spec(tool)
-        return HarmonyRollouts(args, self._tokenizer, backend, runner, limits, self._any_rank, self._router)
-
-    def use_backend(self, backend: GenerationBackend) -> None:
-        """Let something else sample the Harmony rollouts, before `train`; tools, budgets and masks stay the same.
-
-        Args:
-            backend ([`GenerationBackend`]): e.g. [`SglangBackend`]. It has to sample from the current weights, and to end
-                samples with the ids of `HarmonyVocabulary.stop_ids`.
-
-        Raises:
-            ValueError: rollouts are TRL's own here (another tokenizer, or a `rollout_func`), it samples with another temperature
-                than the loss reads, or the loss cannot be corrected in parts.
-        """
-        if self._engine is None:
-            raise ValueError(
-                "use_backend needs the Harmony rollouts of this trainer; with another tokenizer, or with a rollout_func, "
-                "completions are made by TRL. Pass a rollout_func instead."
-            )
-        if backend.sampling.temperature != self.temperature:
-            raise ValueError(
-                f"The backend samples with temperature={backend.sampling.temperature}, and the loss takes log-probs with "
-                f"temperature={self.temperature} of the configuration. Make it with SamplingOptions(temperature={self.temperature})."
-            )
-        if self._correction is not None:
-            check_corrected_parts(self.args)
-        self._engine.backend = backend
-        if isinstance(backend, SglangBackend):
-            self.add_callback(SyncAgainCallback(backend))
-        self._only_measures = False  # another program samples now, and rollout_correction_level="auto" corrects for it
-
-    def _check_stop_ids(self, stop_ids: list[int]) -> None:
-        """The three ids that end a Harmony turn are not negotiable, and the model must be able to sample them."""
-        rows = self._base_model.config.get_text_config().vocab_size  # PEFT may wrap the embedding, ZeRO-3 empties it
-        if max(stop_ids) >= rows:
-            raise ValueError(
-                f"The tokenizer ends turns with the ids {stop_ids}, but the model's embedding has only {rows} rows: they "
-                "do not belong together. Pass the tokenizer of this model as processing_class."
-            )
-        check_generation_kwargs(self.args, stop_ids)
-
-    def _context_length(self) -> int:
-        if self.weight_sync is not None:
-            return self.weight_sync.engine.info.max_model_len
-        return self._base_model.config.get_text_config().max_position_embeddings
-
-    @contextmanager
-    def _open_model(self) -> Iterator[PreTrainedModel]:
-        """The policy for `generate`, as TRL opens it: unwrapped, gathered under ZeRO-3 and FSDP1; in the mixed precision of
-        training."""
-        with (
-            profiling_context(self, "transformers.generate"),
-            unwrap_model_for_generation(
-                self.model_wrapped,
-                self.accelerator,
-                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
-                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
-            ) as model,
-            self._dist.summon_full_params(self.model_wrapped, recurse=False),
-            sampling_weights(model, self.args.rollout_weights),
-            # The forward that Accelerate prepares is not always the one that samples: `generate` goes around PEFT's wrapper,
-            # and an evaluation before training leaves the policy as it is where the reference model has been prepared. Last,
-            # because autocast remembers what it has cast, and these weights may be there for sampling only.
-            self.accelerator.autocast(),
-        ):
-            yield model
-
-    def _any_rank(self, here: bool) -> bool:
-        flags = self.accelerator.gather(torch.tensor([int(here)], device=self.accelerator.device))
-        return bool(flags.any())
-
-    def _generate(self, prompts: list) -> tuple:
-        with self._engine_awake():
-            return super()._generate(prompts) if self._engine is None else self._generate_harmony(prompts)
-
-    def _generate_harmony(self, prompts: list) -> tuple:
-        mode = "train" if self.model.training else "eval"
-        functions: list[dict[str, Callable]] = [{} for _ in prompts]
-        if self.tools:
-            functions = [{**a, **b} for a, b in zip(self._sync_tool_dicts, self._async_tool_dicts, strict=True)]
-        episodes = self._engine.run(copy.deepcopy(prompts), self._rows, functions, self.environments)
-        self._retire_hung_environments(episodes)
-        trajectories = [e.trajectory for e in episodes]
-        metrics, tokens = gather_rollout_metrics(trajectories, self._engine.stop_ids, self.accelerator)
-        if mode == "train":
-            self.state.num_input_tokens_seen += tokens
-        self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
-        for name, value in metrics.items():
-            self._metrics[mode][name].append(value)
-        logps = [t.sampling_logps for t in trajectories]
-        return (
-            [t.prompt_ids for t in trajectories],
-            [t.completion_ids for t in trajectories],
-            [t.loss_mask for t in trajectories],
-            [e.messages for e in episodes],
-            _complete(logps, trajectories),
-            {"trajectories": trajectories},
-            None,
-            [],
-        )
-
-    def _retire_hung_environments(self, episodes: list) -> None:
-        """An environment whose tool never returned may still be written to by that call: never use it again."""
-        if self.environments is None:
-            return
-        hung = {id(env) for env, episode in zip(self.environments, episodes) if episode.toolbox.hung}
-        for name, pool in self._environment_pool.items():
-            self._environment_pool[name] = [env for env in pool if id(env) not in hung]
-
-    def _end_environments(self) -> None:
-        """Close the pooled environments; an evaluation after the run makes new ones."""
-        if self.environments is None:
-            return
-        for name, pool in self._environment_pool.items():
-            for environment in pool:
-                if isinstance(environment, Environment):
-                    try:
-                        environment.close()
-                    except Exception as error:  # foreign code, and a trained model waits to be saved behind it
-                        logger.warning(f"{type(environment).__name__}.close() raised {type(error).__name__}: {error}")
-            self._environment_pool[name] = []
-        self.environments = None
+    # ---- a batch ----
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         # Copies: TRL writes the trajectories into the rows, and an iterable data set may yield one object many times.
@@ -526,16 +363,6 @@ class GptOssGRPOTrainer(
             self.num_completions_to_print = printed
         if training and self.accelerator.is_main_process:
             self.sampled_logs.write(self.state.global_step)
-
-
-def _complete(logps: list[list[float] | None], trajectories: list[Trajectory]) -> list[list[float]] | None:
-    """NaN for rollouts whose sampler reported no log-probs, `None` if no rollout has any."""
-    if all(row is None for row in logps):
-        return None
-    return [
-        [math.nan] * len(trajectory.completion_ids) if row is None else row
-        for row, trajectory in zip(logps, trajectories)
-    ]
 
 
 def _name_of(factory: Callable) -> str:
