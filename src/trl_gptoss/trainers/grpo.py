@@ -43,7 +43,7 @@ from .experts_options import check_experts_options, prepare_experts
 from .freezing import freeze
 from .generation import GenerationMixin
 from .guards import check_model
-from .harmony_rollouts import check_template_kwargs
+from .harmony_rollouts import check_harmony_fields, check_template_kwargs
 from .loading import ATTENTION, is_gpt_oss, load_reward_models, model_init_kwargs
 from .memory_guard import MemoryMixin
 from .offload import CheckpointOffload
@@ -161,6 +161,8 @@ class GptOssGRPOTrainer(
                 )
             if rollout_func is None:
                 check_template_kwargs(args, reward_funcs if isinstance(reward_funcs, list) else [reward_funcs])
+        elif rollout_func is None:
+            check_harmony_fields(args)
         check_tool_names(tools or ())
         check_environment_classes(tools or (), environment_factory)
         environment_factory = bind_environments(environment_factory, args)
