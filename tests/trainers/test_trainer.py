@@ -735,6 +735,8 @@ def test_settings_that_cannot_work_are_refused(tmp_path):
         build(tmp_path, model=tiny_model(vocab_size=200, pad_token_id=0))
     with pytest.raises(ValueError, match="lists of messages"):
         build(tmp_path, data=Dataset.from_list([{"prompt": "add 1"}] * 8), max_steps=1).train()
+    with pytest.raises(ValueError, match="beta=0.1 .* made in memory .* Save it"):
+        build(tmp_path, beta=0.1)
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,11 @@ class GptOssGRPOTrainer(
             experts = (args.model_init_kwargs or {}).get("experts_implementation")
         else:
             check_model(model)
+            if args.beta != 0.0 and peft_config is None and not is_peft_model(model) and not model_id:
+                raise ValueError(
+                    f"beta={args.beta} compares with a reference model, which is loaded from the place that the policy came from, and "
+                    "this model was made in memory (its config has no name). Save it and pass the folder, or set beta=0.0."
+                )
             config, experts = model.config, model.config.get_text_config()._experts_implementation
         check_experts_options(args, config, experts)
         check_save_format(args.save_format, config)
