@@ -42,7 +42,7 @@ from .environments import (
 from .experts_options import check_experts_options, prepare_experts
 from .freezing import freeze
 from .generation import GenerationMixin
-from .guards import check_model
+from .guards import check_adapters, check_model
 from .harmony_rollouts import check_harmony_fields, check_template_kwargs
 from .loading import ATTENTION, is_gpt_oss, load_reward_models, model_init_kwargs
 from .memory_guard import MemoryMixin
@@ -198,6 +198,7 @@ class GptOssGRPOTrainer(
         same_weights = args.rollout_weights == "trained"
         self._setup_correction(own_policy_samples=not args.use_vllm and rollout_func is None and same_weights)
         check_model(self._base_model)
+        check_adapters(self.model)
         check_optimizer(args, self.accelerator)
         check_rollout_weights(args.rollout_weights, self._base_model.config, self.accelerator)
         self._train_sinks()
