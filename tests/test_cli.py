@@ -1,5 +1,7 @@
 """The command line: every command is listed with one line, and problems come out as one line, not as a traceback."""
 
+import argparse
+import importlib
 import json
 import re
 import subprocess
@@ -22,6 +24,16 @@ def test_help_lists_every_command_and_imports_none():
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     for name, command in COMMANDS.items():
         assert re.search(rf"^ +{name}\s+{re.escape(command.help)}$", out, re.MULTILINE), f"{name}\n{out}"
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_argument_says_what_it_is_and_its_default(name):
+    parser = argparse.ArgumentParser()
+    importlib.import_module(COMMANDS[name].module).add_arguments(parser)
+    for action in parser._actions:
+        assert action.help, f"{name}: {action.dest} has no help"
+        if action.default not in (None, False, argparse.SUPPRESS):
+            assert "default" in action.help, f"{name}: {action.dest} does not say that it is {action.default!r}"
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))

@@ -33,21 +33,31 @@ LEVERS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", default="openai/gpt-oss-20b", help="openai/gpt-oss-20b, -120b, or a folder with config.json"
+        "--model",
+        default="openai/gpt-oss-20b",
+        help="openai/gpt-oss-20b (default), -120b, or a folder with config.json",
     )
-    parser.add_argument("--tokens", type=int, default=32768, help="tokens of a micro-batch per data-parallel rank")
-    parser.add_argument("--lengths", type=int, nargs="+", help="lengths of its packed sequences (default: one)")
-    parser.add_argument("--method", choices=["lora", "full"], default="lora", help="what is trained")
-    parser.add_argument("--lora-rank", type=int, default=16, help="rank of the adapters")
-    parser.add_argument("--lora-experts", action="store_true", help="adapters on the experts too")
-    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs")
     parser.add_argument(
-        "--gpu-memory", type=float, default=139.0, metavar="GIB", help="memory of a GPU in GiB (H200: 139)"
+        "--tokens", type=int, default=32768, help="tokens of a micro-batch per data-parallel rank (default: 32768)"
     )
-    parser.add_argument("--sequence-parallel-size", type=int, default=1, help="GPUs that share a sequence")
+    parser.add_argument("--lengths", type=int, nargs="+", help="lengths of its packed sequences (default: one)")
+    parser.add_argument("--method", choices=["lora", "full"], default="lora", help="what is trained (default: lora)")
+    parser.add_argument("--lora-rank", type=int, default=16, help="rank of the adapters (default: 16)")
+    parser.add_argument("--lora-experts", action="store_true", help="adapters on the experts too")
+    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs (default: 1)")
+    parser.add_argument(
+        "--gpu-memory", type=float, default=139.0, metavar="GIB", help="memory of a GPU in GiB (default: 139, an H200)"
+    )
+    parser.add_argument(
+        "--sequence-parallel-size", type=int, default=1, help="GPUs that share a sequence (default: 1)"
+    )
     parser.add_argument("--sharding", choices=["none", "fsdp2", "zero3"], help="default: fsdp2 with more than one GPU")
     parser.add_argument(
-        "--engine-memory", type=float, default=0.0, metavar="GIB", help="GiB for a rollout engine on the same GPU"
+        "--engine-memory",
+        type=float,
+        default=0.0,
+        metavar="GIB",
+        help="GiB for a rollout engine on the same GPU (default: 0)",
     )
     parser.add_argument(
         "--critic",
@@ -55,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="none",
         help="PPO: the critic beside the policy (default: none, for GRPO)",
     )
-    parser.add_argument("--extra-models", type=int, default=0, help="further copies of the weights (reference)")
+    parser.add_argument(
+        "--extra-models", type=int, default=0, help="further copies of the weights, such as a reference (default: 0)"
+    )
     parser.add_argument(
         "--no-levers", action="store_true", help="predict transformers' own settings and change nothing"
     )

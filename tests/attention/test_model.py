@@ -7,7 +7,7 @@ router that flips between near-equal experts would drown everything else.
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Llama4ForCausalLM, Llama4TextConfig, Qwen2Config, Qwen2ForCausalLM
 
 EXACT = 1e-5
 LENGTHS = (1, 2, 45, 70, 33)
@@ -337,6 +337,17 @@ def test_dropout_in_the_config_is_refused_in_training(models, sequences):
     model.eval()(input_ids=ids)
     with pytest.raises(ValueError, match="dropout"):
         model.train()(input_ids=ids)
+
+
+def test_attention_in_chunks_is_refused():
+    """Llama 4's masks are those of a window to `sink_fa3`, which would see other tokens."""
+    config = Llama4TextConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=16, intermediate_size_mlp=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, num_local_experts=2, attention_chunk_size=8, pad_token_id=0,
+    )  # fmt: skip
+    model = Llama4ForCausalLM._from_config(config, attn_implementation="sink_fa3")
+    with pytest.raises(ValueError, match="'llama4_text' model attend in chunks of 8 tokens. Use 'eager'"):
+        model(input_ids=torch.ones(1, 12, dtype=torch.long))
 
 
 def test_a_mask_with_holes_is_refused(models, sequences):

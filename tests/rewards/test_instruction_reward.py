@@ -125,6 +125,23 @@ def column(*constraints):
     return [json.dumps([{"id": kind, "kwargs": kwargs} for kind, kwargs in constraints])]
 
 
+def test_checkers_get_the_question_as_text(monkeypatch):
+    given = []
+
+    def check(benchmarks, prompts, constraints, responses):
+        given.extend(prompts)
+        return []
+
+    monkeypatch.setattr(shared_instruction_checker, "check", check)
+    parts = [{"type": "image", "text": None}, {"type": "text", "text": "Say "}, {"type": "text", "text": "it."}]
+    prompts = [[{"role": "user", "content": content}] for content in (parts, "Say it.")] + ["Say it."]
+    with pytest.raises(ValueError, match="shorter"):  # no verdicts
+        instruction_reward(
+            prompts, ["It."] * 3, constraints=['[{"id": "x", "kwargs": {}}]'] * 3, benchmark=["ifeval"] * 3
+        )
+    assert given == ["Say it."] * 3
+
+
 def test_the_reward_is_the_share_that_is_followed():
     no_comma, title = ("punctuation:no_comma", {}), ("detectable_format:title", {})
     both = column(no_comma, title)

@@ -107,11 +107,21 @@ def test_what_determines_the_model_determines_the_folder(small, change):
         ({"tokenizer": "other"}, "expected one of small, gpt-oss"),
         ({"tokenizer": "gpt-oss"}, "needs --tokenizer-path"),
         ({"tokenizer": "small", "tokenizer_path": "x"}, "takes no --tokenizer-path"),
+        ({"steps": -1}, "steps is -1; expected"),
     ],
 )
 def test_wrong_arguments_say_what_to_do(arguments, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         make_tiny_model(cache_dir=tmp_path, **arguments)
+
+
+@pytest.mark.parametrize("taken, message", [("out/weights.bin", "holds no tiny model"), ("out", "is a file")])
+def test_a_folder_that_is_taken_is_refused_before_the_warm_start(taken, message, tmp_path, monkeypatch):
+    (tmp_path / taken).parent.mkdir(exist_ok=True)
+    (tmp_path / taken).write_text("mine")
+    monkeypatch.setattr(make_module, "train", lambda *a, **k: pytest.fail("trained first"))
+    with pytest.raises(ValueError, match=message):
+        make_tiny_model(tmp_path / "out", steps=1, cache_dir=tmp_path / "cache")
 
 
 def test_another_tokenizer_is_not_taken_for_gpt_oss(small, tmp_path):

@@ -261,10 +261,11 @@ def test_refusals(tmp_path, settings, message):
         build(tmp_path, **settings)
 
 
-def test_prompt_learning_is_refused(tmp_path):
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_prompt_learning_is_refused(tmp_path, padding_free):
     model = tiny_model()
     model.set_attn_implementation("sink_fa3")
-    args = GptOssGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", padding_free=True)
+    args = GptOssGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", padding_free=padding_free)
     peft = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    with pytest.raises(ValueError, match="virtual tokens"):
+    with pytest.raises(ValueError, match="PROMPT_TUNING adds virtual tokens, .* another policy"):
         GptOssGRPOTrainer(model, lambda **_: [], args, DATA, processing_class=TOKENIZER, peft_config=peft)

@@ -15,6 +15,7 @@ from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from scripted_backend import HarmonyWriter, ScriptedBackend
 from tiny_policy import byte_tokenizer, tiny_model
+from tiny_qwen import make_tiny_qwen, qwen_tokenizer
 from transformers import (
     AutoConfig,
     GptOssForCausalLM,
@@ -734,6 +735,19 @@ def test_settings_that_cannot_work_are_refused(tmp_path):
         build(tmp_path, model=tiny_model(vocab_size=200, pad_token_id=0))
     with pytest.raises(ValueError, match="lists of messages"):
         build(tmp_path, data=Dataset.from_list([{"prompt": "add 1"}] * 8), max_steps=1).train()
+    with pytest.raises(ValueError, match="beta=0.1 .* made in memory .* Save it"):
+        build(tmp_path, beta=0.1)
+
+
+@pytest.mark.parametrize(
+    "field", [{"reasoning_effort": "high"}, {"prompt_date": "2026-02-03"}, {"max_rollout_seconds": 5.0}]
+)
+def test_what_only_harmony_rollouts_read_is_refused_without_harmony(tmp_path, field):
+    [(name, value)] = field.items()
+    model, tokenizer = make_tiny_qwen(tmp_path / "qwen"), qwen_tokenizer()
+    with pytest.raises(ValueError, match=f"{name}={value!r} has no effect: it is for Harmony rollouts"):
+        build(tmp_path, model=str(model), processing_class=tokenizer, **field)
+    build(tmp_path, model=str(model), processing_class=tokenizer, reasoning_effort="medium")
 
 
 def test_template_arguments_are_for_reward_models_only(tmp_path):

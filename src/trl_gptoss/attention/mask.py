@@ -13,6 +13,7 @@ passes a 4-D mask on as it is, and its shape never changes during generation, so
 from collections.abc import Callable
 
 import torch
+from transformers import PretrainedConfig
 from transformers.masking_utils import causal_mask_function
 
 
@@ -26,6 +27,8 @@ def sink_mask(
     attention_mask: torch.Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    local_size: int | None = None,
+    config: PretrainedConfig | None = None,
     **kwargs,
 ) -> torch.Tensor | None:
     """The row ranges for `sink_fa3`, in the signature of transformers' mask functions.
@@ -40,6 +43,8 @@ def sink_mask(
         attention_mask (`torch.Tensor`, *optional*): Bool (batch, tokens seen including the queries).
         use_vmap (`bool`): True when the model adds its own mask pattern, which is refused.
         device (`torch.device`): Where to put the answer.
+        local_size (`int`, *optional*): Keys of a window, or of a chunk, which is refused.
+        config ([`~transformers.PretrainedConfig`], *optional*): The model's; tells the one from the other.
 
     Returns:
         `torch.Tensor` or `None`: int32 (batch, 1, 1, 4), or None when every key of the buffer is real.
@@ -48,6 +53,11 @@ def sink_mask(
         raise ValueError(
             "attn_implementation='sink_fa3' computes causal and sliding-window attention; this model combines them with "
             "a mask function of its own (and_mask_function / or_mask_function). Use 'eager' or 'sdpa' for it."
+        )
+    if local_size is not None and config is not None and vars(config).get("attention_chunk_size") == local_size:
+        raise ValueError(
+            f"attn_implementation='sink_fa3' computes causal and sliding-window attention; layers of this {config.model_type!r} "
+            f"model attend in chunks of {local_size} tokens. Use 'eager' or 'sdpa' for it."
         )
     written = q_offset + q_length - kv_offset
     readable = isinstance(written, int) and not torch.compiler.is_compiling()

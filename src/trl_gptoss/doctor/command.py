@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--adapter", help="PEFT adapter that is being trained")
     own.add_argument("--attention", default="sink_fa3", help="attn_implementation (default: sink_fa3)")
     own.add_argument("--experts", default="gptoss_fused", help="experts_implementation (default: gptoss_fused)")
-    own.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
-    own.add_argument("--temperature", type=float, default=1.0)
-    own.add_argument("--top-p", type=float, default=1.0)
+    own.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of the weights (default: bfloat16)")
+    own.add_argument("--temperature", type=float, default=1.0, help="of the log-probs (default: 1.0)")
+    own.add_argument("--top-p", type=float, default=1.0, help="of the log-probs (default: 1.0)")
     engine = parser.add_argument_group(
         "the engine's side: other settings of the trainer, a vLLM server, or recorded log-probs"
     )

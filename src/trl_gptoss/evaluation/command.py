@@ -20,21 +20,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Sample answers to the problems of a task with the trainer's own rollouts and print the accuracy (avg@n, which "
         "is pass@1) with its 95% interval, and a line for the model card."
     )
-    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("task", choices=TASKS, help="whose problems, environment and reward")
     parser.add_argument("model", help="Hub id or folder")
     parser.add_argument("--dataset", help="Hub id, or local file or folder (default: the task's generated problems)")
     parser.add_argument("--dataset-config", help="configuration of a Hub data set, e.g. main for openai/gsm8k")
     parser.add_argument("--split", default="test", help="its split, if it has several (default: test)")
     parser.add_argument("--limit", type=int, default=200, help="most problems (default: 200)")
     parser.add_argument("--answers", type=int, default=1, help="answers sampled to each problem (default: 1)")
-    parser.add_argument("--backend", choices=("transformers", "vllm"), default="transformers", help="what samples")
+    parser.add_argument(
+        "--backend",
+        choices=("transformers", "vllm"),
+        default="transformers",
+        help="what samples (default: transformers)",
+    )
     parser.add_argument("--batch-size", type=int, default=16, help="rollouts at a time and device (default: 16)")
     parser.add_argument(
         "--temperature", type=float, default=1.0, help="of sampling (default: 1.0; 0: always the most likely token)"
     )
     parser.add_argument("--max-turns", type=int, default=8, help="most turns of a rollout (default: 8)")
-    parser.add_argument("--max-rollout-tokens", type=int, default=8192, help="most tokens after the prompt")
-    parser.add_argument("--reasoning-effort", choices=("low", "medium", "high"), default="medium")
+    parser.add_argument(
+        "--max-rollout-tokens", type=int, default=8192, help="most tokens after the prompt (default: 8192)"
+    )
+    parser.add_argument(
+        "--reasoning-effort", choices=("low", "medium", "high"), default="medium", help="of GPT-OSS (default: medium)"
+    )
     parser.add_argument("--stateful", action="store_true", help="retool: keep Python's variables between calls")
     parser.add_argument("--instructions", help="system message (default for stored data: the task's own)")
     parser.add_argument("--dtype", default="auto", help="of the model (default: as it was saved)")

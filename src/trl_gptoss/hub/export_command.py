@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--save-format",
         choices=SAVE_FORMATS,
         default="bf16",
-        help="bf16 (the dtype of the weights), mxfp4 (the layout of openai/gpt-oss), or both, mxfp4 in a subfolder",
+        help="bf16 (default: the dtype of the weights), mxfp4 (the layout of openai/gpt-oss), or both, mxfp4 in a subfolder",
     )
     parser.add_argument(
         "--device",

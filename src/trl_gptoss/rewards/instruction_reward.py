@@ -13,7 +13,10 @@ def asked(prompt: Any) -> str:
     """The last user message of a prompt, as text."""
     if isinstance(prompt, str):
         return prompt
-    return next((m["content"] for m in reversed(prompt) if m.get("role") == "user"), "")
+    content = next((m["content"] for m in reversed(prompt) if m.get("role") == "user"), "")
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if part.get("text"))  # a part that is an image has None
 
 
 def instruction_reward(

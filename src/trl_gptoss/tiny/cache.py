@@ -52,12 +52,19 @@ def cached_folder(cache_dir: Path, recipe: dict[str, Any], make: Callable[[Path]
     return folder
 
 
-def copy_folder(source: Path, out: Path) -> None:
-    """Copy a cached folder to `out`, which must be new, empty, or an earlier copy.
+def check_out(out: Path) -> None:
+    """Before minutes are spent on what `copy_folder` could not copy there.
 
     Raises:
-        `ValueError`: `out` holds something else.
+        `ValueError`: `out` is a file, or holds something else than an earlier copy.
     """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file, expected a folder: name another one")
     if out.is_dir() and any(out.iterdir()) and not (out / MARKER).is_file():
         raise ValueError(f"{out} exists and holds no tiny model made by this command: name another folder")
+
+
+def copy_folder(source: Path, out: Path) -> None:
+    """Copy a cached folder to `out`, which must be new, empty, or an earlier copy (see `check_out`)."""
+    check_out(out)
     shutil.copytree(source, out, dirs_exist_ok=True)

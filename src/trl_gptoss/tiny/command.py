@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         choices=list(DEFAULT_WARM_START),
         default="small",
-        help="a few hundred tokens, or the real 201088",
+        help="small (default): a few hundred tokens; gpt-oss: the real 201088",
     )
     parser.add_argument("--tokenizer-path", help="local folder with gpt-oss's tokenizer, for --tokenizer gpt-oss")
     parser.add_argument("--seed", type=int, default=0, help="initialisation and demonstrations (default: 0)")

@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoTokenizer, GptOssForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..harmony import HarmonyVocabulary
-from .cache import cached_folder, copy_folder, default_cache_dir, digest
+from .cache import cached_folder, check_out, copy_folder, default_cache_dir, digest
 from .demonstrations import Demonstration, with_filler
 from .model import special_ids, tiny_config, tiny_generation_config, tiny_model, widen_vocabulary
 from .vocabulary import TASKS, small_tokenizer, used_ids
@@ -165,6 +165,10 @@ def make_tiny_model(
         raise ValueError(f"tokenizer is {tokenizer!r}; expected one of {', '.join(DEFAULT_WARM_START)}")
     if task not in TASKS:
         raise ValueError(f"task is {task!r}; expected one of {', '.join(TASKS)}")
+    if steps is not None and steps < 0:
+        raise ValueError(f"steps is {steps}; expected a number of warm-start steps, 0 for the random initialisation")
+    if out is not None:
+        check_out(Path(out))
     settings = DEFAULT_WARM_START[tokenizer]
     if tokenizer == "small":
         settings = replace(settings, steps=WARM_START_STEPS.get(task, settings.steps))

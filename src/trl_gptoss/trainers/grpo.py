@@ -42,8 +42,8 @@ from .environments import (
 from .experts_options import check_experts_options, prepare_experts
 from .freezing import freeze
 from .generation import GenerationMixin
-from .guards import check_model
-from .harmony_rollouts import check_template_kwargs
+from .guards import check_adapters, check_model
+from .harmony_rollouts import check_harmony_fields, check_template_kwargs
 from .loading import ATTENTION, is_gpt_oss, load_reward_models, model_init_kwargs
 from .memory_guard import MemoryMixin
 from .offload import CheckpointOffload
@@ -140,6 +140,11 @@ class GptOssGRPOTrainer(
             experts = (args.model_init_kwargs or {}).get("experts_implementation")
         else:
             check_model(model)
+            if args.beta != 0.0 and peft_config is None and not is_peft_model(model) and not model_id:
+                raise ValueError(
+                    f"beta={args.beta} compares with a reference model, which is loaded from the place that the policy came from, and "
+                    "this model was made in memory (its config has no name). Save it and pass the folder, or set beta=0.0."
+                )
             config, experts = model.config, model.config.get_text_config()._experts_implementation
         check_experts_options(args, config, experts)
         check_save_format(args.save_format, config)
@@ -161,6 +166,8 @@ class GptOssGRPOTrainer(
                 )
             if rollout_func is None:
                 check_template_kwargs(args, reward_funcs if isinstance(reward_funcs, list) else [reward_funcs])
+        elif rollout_func is None:
+            check_harmony_fields(args)
         check_tool_names(tools or ())
         check_environment_classes(tools or (), environment_factory)
         environment_factory = bind_environments(environment_factory, args)
@@ -191,6 +198,7 @@ class GptOssGRPOTrainer(
         same_weights = args.rollout_weights == "trained"
         self._setup_correction(own_policy_samples=not args.use_vllm and rollout_func is None and same_weights)
         check_model(self._base_model)
+        check_adapters(self.model)
         check_optimizer(args, self.accelerator)
         check_rollout_weights(args.rollout_weights, self._base_model.config, self.accelerator)
         self._train_sinks()

@@ -5,6 +5,8 @@ clamped SwiGLU with alpha = 1.702. An implementation that does not know either s
 without a word. docs/trainers.md says how each of these was checked.
 """
 
+from accelerate.utils import is_peft_model
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .loading import ATTENTION, EXPERTS, is_gpt_oss
@@ -90,6 +92,26 @@ def check_experts(model: PreTrainedModel) -> None:
             "use_kernels=True cannot train GPT-OSS here: it replaces the whole mixture of experts by a kernel from the "
             "Hub, so that experts_implementation has no effect, and nothing is known about that kernel's gradients. Load "
             f"the model without it; experts_implementation={EXPERTS!r} is the fast way to train the experts."
+        )
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Refuse adapters with which PEFT samples from another policy than it trains.
+
+    Args:
+        model (`nn.Module`): a policy, with or without PEFT.
+
+    Raises:
+        ValueError: prompt learning. With PEFT 0.21 and transformers 5.24 the logits of `generate` are not those of the forward, for
+            GPT-OSS and for others (log-probs of a tiny model are 0.37 nats apart).
+    """
+    if not is_peft_model(model):
+        return
+    found = sorted({str(c.peft_type.value) for c in model.peft_config.values() if c.is_prompt_learning})
+    if found:
+        raise ValueError(
+            f"{', '.join(found)} adds virtual tokens, which PEFT's generate() treats otherwise than its forward: rollouts would come "
+            "from another policy than the one that is trained. Use LoRA or another adapter without virtual tokens."
         )
 
 

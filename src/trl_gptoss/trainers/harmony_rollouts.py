@@ -18,6 +18,7 @@ from .config import GptOssGRPOConfig
 # What the fields of the configuration say, and what the loop decides by itself.
 _FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _OF_THE_TEMPLATE = ("reasoning_effort", "model_identity", "builtin_tools")  # of GPT-OSS's chat template
+_OF_HARMONY = ("reasoning_effort", "prompt_date", "max_rollout_seconds")  # decide what is sampled
 _OF_THE_LOOP = ("do_sample", "max_length", "max_new_tokens", "num_beams", "num_return_sequences", "stop_strings")
 
 
@@ -63,6 +64,25 @@ def check_template_kwargs(args: GptOssGRPOConfig, reward_funcs: list[Any]) -> No
         raise ValueError(
             f"chat_template_kwargs={lost} has no effect on Harmony rollouts, whose prompts are rendered without a chat template. "
             f"Remove it; the effort is the field reasoning_effort (now {args.reasoning_effort!r}), the date is prompt_date."
+        )
+
+
+def check_harmony_fields(args: GptOssGRPOConfig) -> None:
+    """Refuse what decides how Harmony rollouts are sampled, for a tokenizer without Harmony.
+
+    Args:
+        args ([`GptOssGRPOConfig`]): fields at their defaults are not set.
+
+    Raises:
+        ValueError: names what to remove.
+    """
+    fields = type(args).__dataclass_fields__
+    lost = {name: getattr(args, name) for name in _OF_HARMONY if getattr(args, name) != fields[name].default}
+    if lost:
+        found = ", ".join(f"{name}={value!r}" for name, value in lost.items())
+        raise ValueError(
+            f"{found} has no effect: it is for Harmony rollouts, and the tokenizer has no Harmony control tokens, so that TRL makes "
+            "the completions. Remove it from the configuration (arguments of the chat template go into chat_template_kwargs)."
         )
 
 

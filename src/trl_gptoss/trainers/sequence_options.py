@@ -71,11 +71,6 @@ def choose_padding_free(args: GptOssGRPOConfig, model: nn.Module, accelerator: A
             f"padding_free=True with {args.n_gpu} GPUs in one process: DataParallel divides batches by rows, and a packed "
             "batch is one row. Start one process per GPU with `accelerate launch`."
         )
-    if is_peft_model(model) and any(config.is_prompt_learning for config in model.peft_config.values()):
-        raise ValueError(
-            "padding_free=True with prompt learning: virtual tokens change the lengths of the sequences. Use LoRA, or set "
-            "padding_free=False."
-        )
     if needed:
         _check_turns(args)
     if args.oom_retries and accelerator.num_processes > 1:

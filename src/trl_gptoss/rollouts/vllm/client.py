@@ -57,9 +57,8 @@ class VllmClient:
                 problem = f"{type(error).__name__}: {error}"
             if time.monotonic() >= deadline:
                 raise EngineLost(
-                    f"The vLLM server at {self.base_url} cannot be reached (waited {self.server_timeout:g} s, "
-                    f"vllm_server_timeout; {problem}). Start it with\n    {SERVER_COMMAND}\nand, if a run was going on, "
-                    "resume that from its last checkpoint (resume_from_checkpoint)."
+                    f"The vLLM server at {self.base_url} cannot be reached (waited {self.server_timeout:g} s; "
+                    f"{problem}). Start it with\n    {SERVER_COMMAND}"
                 )
             time.sleep(POLL_INTERVAL)
 

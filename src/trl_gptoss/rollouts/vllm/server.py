@@ -129,7 +129,13 @@ class ServerEngine(ThreadStream):
         """Wait for the server, and bring the weights back to it if it was restarted."""
         with self._recovering:  # the other requests of this rank wait
             logger.warning("%s Waiting for it for up to %g s.", lost, self.client.server_timeout)
-            self.client.wait()
+            try:
+                self.client.wait()
+            except EngineLost as error:
+                raise EngineLost(
+                    f"{error}\nThen resume the run from its last checkpoint (resume_from_checkpoint). How long a lost server is "
+                    "waited for is vllm_server_timeout."
+                ) from lost
             try:
                 if self.client.describe().policy_version != policy_version:
                     self._restore(policy_version)
