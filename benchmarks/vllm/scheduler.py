@@ -1,6 +1,6 @@
 """What vLLM's scheduler spends for returned experts in a step, its own and ours, on CPU and without a model.
 
-    python benchmarks/vllm/scheduler.py >> benchmarks/vllm/scheduler_cpu.csv      # any Python with vLLM 0.26 or 0.30
+    python benchmarks/vllm/scheduler.py > benchmarks/vllm/scheduler_cpu.csv       # any Python with vLLM 0.26 or 0.30
 
 Requests that decode, `length` tokens long: microseconds of one `schedule`, and of its part `_update_after_schedule`, medians; with experts, by
 vLLM's scheduler and by ours, and without experts. The three take turns. Blocks are of 16 tokens, vLLM's default on GPUs.
@@ -8,6 +8,7 @@ vLLM's scheduler and by ours, and without experts. The three take turns. Blocks 
 
 import csv
 import datetime
+import os
 import platform
 import statistics
 import sys
@@ -81,7 +82,7 @@ def main() -> None:
     played.BLOCK = 16
     about = {
         "vllm": vllm.__version__,
-        "hardware": f"CPU {platform.machine()}",
+        "hardware": f"CPU {platform.machine()}, {os.cpu_count()} cores",
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
