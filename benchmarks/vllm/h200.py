@@ -11,6 +11,7 @@ One row for each case, step and metric, written as the step ends:
     plain    as the trainer does it by default
     replay   router_replay="rollout" without vLLM's prefix cache
     cached   the same with it, which is the default from vLLM 0.26 on
+    listed   as cached, with vLLM's own scheduler, which lists the blocks of every request in every step
     noprobe  vllm_probe_every=0: what the probe costs is the difference in step_time
     sleep    vllm_enable_sleep_mode=True
     lora     LoRA on attention and experts, merged on the fly
@@ -19,7 +20,7 @@ One row for each case, step and metric, written as the step ends:
 
 Cases run in processes of their own, one after another; all of them import at once, before the first one starts. With
 `--turns` their engines start together, and then they take one optimizer step each, in turn, while the others wait: there and
-back (1 2 2 1 1 2 ...), so that a machine that is faster at times is so for all of them. Steps of the same number make a pair:
+back (1 2 2 1 1 2 ..., three of them 1 2 3 3 2 1 ...), so that a machine that is faster at times is so for all of them. Steps of the same number make a pair:
 the same prompts and seeds, the same number of tokens. `--timeout` ends them between two pairs. What they cost each other is in
 overhead.py. Python's garbage is collected before each step, and what is there at the start never looked at again. The same work took
 15 % more or less time from turn to turn, in each process by itself: with `--pin` the main threads of all cases are kept on one
@@ -58,7 +59,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
 
 from stamp import commit
 
-CASES = ("plain", "replay", "cached", "noprobe", "sleep", "lora", "graphs")
+CASES = ("plain", "replay", "cached", "listed", "noprobe", "sleep", "lora", "graphs")
 LOGGED = ("step_time", "vllm/", "router_replay/", "bench/", "on_policy/max_log_ratio_recomputed") + tuple(
     f"rollout_correction/{name}" for name in ("kl_k3", "abs_log_ratio", "ess_token", "ess_sequence", "ratio_max")
 )
@@ -185,12 +186,15 @@ def settings(case: str, device: str, compiled: bool) -> dict[str, Any]:
     changed: dict[str, Any] = {
         "replay": {"router_replay": "rollout"},
         "cached": {"router_replay": "rollout"},
+        "listed": {"router_replay": "rollout"},
         "sleep": {"vllm_enable_sleep_mode": True},
         "noprobe": {"vllm_probe_every": 0},
     }.get(case, {})
     engine: dict[str, Any] = {"enforce_eager": not (compiled or case == "graphs")}
     if case == "replay":
         engine["enable_prefix_caching"] = False
+    if case == "listed":
+        engine["scheduler_cls"] = None
     if device == "cuda":  # vLLM's own measurement is disturbed by other processes on the GPU
         engine["kv_cache_memory_bytes"] = 4 << 30
     return {"vllm_engine_kwargs": engine, **changed}
@@ -446,7 +450,7 @@ def run(args: argparse.Namespace) -> None:
         say(args.case, "engine is up")
         profile = args.profile and os.path.join(args.profile, f"{args.width}_{args.case}.txt")
         steps = Steps(trainer, args.case, args.device, args.tell, args.core, profile)
-        if args.case in ("replay", "cached") and not args.bare:
+        if args.case in ("replay", "cached", "listed") and not args.bare:
             compare_with_and_without(trainer, steps)
         rows_of_each_step(trainer, args, steps)
         gc.collect()

@@ -4,7 +4,7 @@
     python benchmarks/vllm/server.py --width tiny --device cpu --cases file_replay --steps 2 --out -    # tries the script out
 
 Model, data, tool and turns are those of h200.py, and so are the rows. The server gets its architecture and no weights: the first
-sync brings them. The trainer has the first GPU, the server the second one. Cases run one after another on the same server:
+sync brings them. The trainer has the first GPU, the server the last one: with `file` it may be the same. Cases run one after another on the same server:
     nccl         vllm_sync_transport="nccl"
     nccl_replay  the same with router_replay="rollout"; the experts come with the completions
     file         vllm_sync_transport="file", through /dev/shm
@@ -65,8 +65,14 @@ def free_port() -> int:
 
 def started_server(args: argparse.Namespace, model: Any, tokenizer: Any, folder: str, port: int) -> subprocess.Popen:
     """vLLM's server, which is not up yet."""
-    from trl_gptoss.rollouts.vllm.engine import WORKER_EXTENSION
+    import torch
+
+    from trl_gptoss.rollouts.vllm.engine import REPLAY_SCHEDULER, WORKER_EXTENSION
     from trl_gptoss.trainers.vllm_setup import _write_skeleton
+
+    gpus = torch.cuda.device_count()
+    if gpus < 2 and args.device == "cuda" and any(case.startswith("nccl") for case in args.cases):
+        sys.exit(f"NCCL takes no two processes on one GPU, and there is {gpus}: --cases file file_replay")
 
     _write_skeleton(folder, model, tokenizer)
     command = f"{sys.executable} -m vllm.entrypoints.openai.api_server --model {folder} --port {port} --host 127.0.0.1"
@@ -74,11 +80,11 @@ def started_server(args: argparse.Namespace, model: Any, tokenizer: Any, folder:
         f" --load-format dummy --dtype bfloat16 --max-model-len {args.tokens + 512} --max-num-seqs {args.rollouts}"
     )
     command += f" --logprobs-mode processed_logprobs --max-logprobs -1 --worker-extension-cls {WORKER_EXTENSION}"
-    command += " --enforce-eager --enable-return-routed-experts --gpu-memory-utilization 0.3"
+    command += f" --enforce-eager --enable-return-routed-experts --scheduler-cls {REPLAY_SCHEDULER} --gpu-memory-utilization 0.3"
     if args.device == "cuda":
         command += f" --kv-cache-memory-bytes {4 << 30} --weight-transfer-config"
     words = command.split() + (['{"backend": "nccl"}'] if args.device == "cuda" else [])
-    seen = {"CUDA_VISIBLE_DEVICES": "1"} if args.device == "cuda" else {}
+    seen = {"CUDA_VISIBLE_DEVICES": str(gpus - 1)} if args.device == "cuda" else {}
     # h200.py keeps colocated engines in their process.
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **seen}
     with open(args.log, "a") as log:

@@ -30,7 +30,7 @@ from trl_gptoss import cli
 from trl_gptoss.rollouts import Observation, SampleRequest, ToolCall
 from trl_gptoss.rollouts.routed_experts import NOT_RECORDED
 from trl_gptoss.rollouts.vllm import loading
-from trl_gptoss.rollouts.vllm.engine import WORKER_EXTENSION, EngineUnavailable
+from trl_gptoss.rollouts.vllm.engine import REPLAY_SCHEDULER, WORKER_EXTENSION, EngineUnavailable
 from trl_gptoss.routing import capture_routing
 from trl_gptoss.trainers import GptOssGRPOConfig, GptOssGRPOTrainer, policy_weights
 from trl_gptoss.trainers.checkpointing import last_complete_checkpoint
@@ -151,10 +151,11 @@ def replayed(folder, engine=None):
         router_replay="rollout",
         vllm_importance_sampling_correction=True,
         max_steps=3,
-        vllm_engine_kwargs={"enable_prefix_caching": False} if engine is None else engine,
+        vllm_engine_kwargs={"enable_prefix_caching": False, "scheduler_cls": None} if engine is None else engine,
     )
     other = other_experts(run)
     llm_engine, cached = run.weight_sync.engine.llm.llm_engine, [0]
+    scheduler = type(llm_engine.engine_core.engine_core.scheduler).__name__
     step = llm_engine.step
 
     def stepped():
@@ -164,7 +165,8 @@ def replayed(folder, engine=None):
 
     llm_engine.step = stepped
     run.train()
-    return {"steps": run.state.global_step, "other": other, "logs": replay_logs(run), "cached": cached[0]}
+    seen = {"steps": run.state.global_step, "other": other, "logs": replay_logs(run), "cached": cached[0]}
+    return {**seen, "scheduler": scheduler}
 
 
 def other_experts(run):
@@ -385,7 +387,8 @@ def server_http_bfloat16(folder):
 
 def server_replayed(folder):
     """The same as `replayed`, with experts that come with the completions, and prefixes from the server's cache."""
-    with server(folder, "bfloat16", ["--enable-return-routed-experts", "--block-size", "32"]) as running:
+    options = ["--enable-return-routed-experts", "--block-size", "32", "--scheduler-cls", REPLAY_SCHEDULER]
+    with server(folder, "bfloat16", options) as running:
         run = trainer(
             folder / "run",
             model=policy("bfloat16"),

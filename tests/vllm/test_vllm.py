@@ -14,8 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from trl_gptoss.rollouts.vllm.versions import scheduler_is_known
+
 pytestmark = pytest.mark.slow
 SCENARIOS = Path(__file__).with_name("scenarios.py")
+SCHEDULERS = Path(__file__).with_name("schedulers.py")
+PLAYED = Path(__file__).with_name("played.py")
 SOURCE = Path(__file__).parents[2] / "src"
 FLOAT32, BFLOAT16 = 1e-5, 0.02  # nats, mean
 
@@ -41,7 +45,7 @@ def path():
     return os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("TRL_GPTOSS_VLLM_PATH")])])
 
 
-def run(python, folder, name, ranks=1, timeout=1800):
+def run(python, folder, name, ranks=1, timeout=1800, script=SCENARIOS):
     command = [python]
     if ranks > 1:
         with socket.socket() as probe:
@@ -50,7 +54,7 @@ def run(python, folder, name, ranks=1, timeout=1800):
         command += ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"]
     environment = {**os.environ, "PYTHONPATH": path(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*command, str(SCENARIOS), str(folder), name], env=environment, capture_output=True, text=True, timeout=timeout
+        [*command, str(script), str(folder), name], env=environment, capture_output=True, text=True, timeout=timeout
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     seen = [json.loads((folder / f"{name}_{rank}.json").read_text()) for rank in range(ranks)]
@@ -160,8 +164,63 @@ def test_the_experts_that_the_engine_chose_are_replayed(python, version, tmp_pat
     assert max(own) < 0.05  # but for few tokens: what is reported belongs to these tokens, cached prefixes included
     # In every step three rollouts of the group find the one whole block of their prompt.
     if scenario != "server_replayed":
+        # Ours by default; "replayed" asks for vLLM's own.
+        assert seen["scheduler"] == ("Scheduler" if scenario == "replayed" else "SchedulerListsBlocksOnce")
         assert seen["cached"] == (3 * 3 * 32 if scenario == "replayed_with_prefix_cache" else 0)
     assert all(entry["rollout_correction/kl_k3"] < 1e-4 for entry in seen["logs"] if "vllm/probe_mean" in entry)
+
+
+# What scheduler.py relies on, by version: read the source again before a version is added here and in `versions.SCHEDULERS`.
+_SAME = {
+    "Scheduler._update_after_schedule": "64687e40211fcd82",
+    "AsyncScheduler._update_after_schedule": "c49d8b90a61c2b1d",
+    "KVCacheManager.get_blocks": "e7bbdc5c06e20764",
+    "_re_block_ids": 3,
+    "enable_return_routed_experts": 6,
+    "num_output_tokens_before": 2,
+}
+SOURCE_OF_SCHEDULER = {
+    "0.26.0": {**_SAME, "KVCacheBlocks.get_block_ids": "8b82d088570537fd"},
+    "0.30.0": {**_SAME, "KVCacheBlocks.get_block_ids": "b409edb65cffe4bc"},
+}
+
+
+@pytest.mark.timeout(700)
+def test_experts_are_those_of_vllms_scheduler_asynchronous_too(python, version, tmp_path):
+    """0.26 and 0.30, before a worker that is played: joins, common prefixes, chunks, preemption, aborts, resets."""
+    release = version.strip()
+    if not scheduler_is_known(release):
+        pytest.skip(f"the scheduler of vLLM {release} has not been read")
+    seen = run(python, tmp_path, "played", script=PLAYED, timeout=600)
+    assert seen["source"] == SOURCE_OF_SCHEDULER[release]
+    for way, prefix in (("async", "Async"), ("sync", "")):
+        own, ours, control = (seen[way][name] for name in ("own", "ours", "control"))
+        assert own["class"] == f"{prefix}Scheduler" and ours["class"] == f"{prefix}SchedulerListsBlocksOnce"
+        assert ours["results"] == own["results"] and ours["true"] == own["true"] == len(own["results"]) == 10
+        assert control["true"] == 0  # a list that is not there is noticed
+        for what in ("preempted", "cached", "aborted", "again_before_a_token"):
+            assert ours[what] == own[what], what
+        assert ours["preempted"] and ours["cached"] and len(ours["aborted"]) == 2
+        assert ours["listed"] < 40 < 900 < own["listed"] and ours["left"] <= own["left"] <= 2
+    assert seen["async"]["ours"]["again_before_a_token"]  # with a token under way that is not wanted any more
+
+
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("scenario", ["colocated", "served"])
+def test_experts_of_an_engine_are_those_of_vllms_scheduler(python, version, tmp_path, scenario):
+    if not version.startswith("0.30."):
+        pytest.skip(
+            f"on CPU vLLM 0.30 reports experts, this is {version.strip()}: see TRL_GPTOSS_VLLM_PATH in docs/vllm.md"
+        )
+    seen = run(python, tmp_path, scenario, script=SCHEDULERS)
+    own, ours, control = (seen[name] for name in ("own", "ours", "control"))
+    assert ours == own and len(own["results"]) == (10 if scenario == "colocated" else 12)
+    assert control["results"] != own["results"]
+    if scenario == "colocated":
+        assert seen["engine"] == "SchedulerListsBlocksOnce"
+        assert own["preempted"] and own["cached"] and own["chunks"] and len(own["aborted"]) == 2
+    else:
+        assert own["together"] != control["together"] and own["gone"]
 
 
 @pytest.mark.timeout(2000)

@@ -15,9 +15,9 @@ from trl.trainer.utils import ensure_master_addr_port
 
 from ..rollouts import SamplingOptions
 from ..rollouts.vllm.client import VllmClient
-from ..rollouts.vllm.engine import VllmEngine
+from ..rollouts.vllm.engine import REPLAY_SCHEDULER, VllmEngine
 from ..rollouts.vllm.snapshot import Snapshot
-from ..rollouts.vllm.versions import EngineVersion, installed_version
+from ..rollouts.vllm.versions import EngineVersion, installed_version, scheduler_is_known
 
 if TYPE_CHECKING:
     from .config import GptOssGRPOConfig
@@ -159,6 +159,8 @@ def _colocated(
     if record_routing:
         if version.has("prefixes_without_experts"):  # a prefix from the cache is not routed again
             options = {"enable_prefix_caching": False} | options
+        if scheduler_is_known(found):
+            options = {"scheduler_cls": REPLAY_SCHEDULER} | options  # a scheduler of the user's stays
         options |= {"enable_return_routed_experts": True}
     group = _tensor_parallel_group(args.vllm_tensor_parallel_size, accelerator)
     _rendezvous(accelerator)

@@ -10,6 +10,7 @@ from ..backend import GenerationBackend, SampleEnd
 from .versions import EngineVersion
 
 WORKER_EXTENSION = "trl_gptoss.rollouts.vllm.worker.PolicyWorkerExtension"
+REPLAY_SCHEDULER = "trl_gptoss.rollouts.vllm.scheduler.replay_scheduler"
 
 
 class EngineUnavailable(ConnectionError):

@@ -76,6 +76,9 @@ VERIFIED: dict[tuple[str, Device], str] = {
     ("0.31", "cpu"): "tests/vllm",
 }
 
+# Releases whose scheduler's source was read for scheduler.py; tests/vllm pins what it relies on.
+SCHEDULERS = ("0.26.0", "0.30.0")
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineVersion:
@@ -146,6 +149,11 @@ class EngineVersion:
         if not probing:
             raise ValueError(f"{message} Set vllm_probe_every to 1, so that every sync is checked.")
         warnings.warn(f"{message} Every probe checks it and stops the run if it is wrong.", stacklevel=2)
+
+
+def scheduler_is_known(version: str) -> bool:
+    """Whether scheduler.py may take the place of this vLLM's own scheduler."""
+    return Version(version).base_version in SCHEDULERS  # without "+cu129" and the like
 
 
 def installed_version() -> str | None:
