@@ -200,6 +200,20 @@ def settings(case: str, device: str, compiled: bool) -> dict[str, Any]:
     return {"vllm_engine_kwargs": engine, **changed}
 
 
+def echo(text: str) -> str:
+    """Say it again.
+
+    Args:
+        text: anything.
+    """
+    return text
+
+
+def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """Something that ids differ in."""
+    return [float(sum(ids) % 11) for ids in completion_ids]
+
+
 def build(args: argparse.Namespace, folder: str) -> Any:
     """The trainer of a case, with its engine."""
     from datasets import Dataset
@@ -218,17 +232,6 @@ def build(args: argparse.Namespace, folder: str) -> Any:
         target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
     )
-
-    def echo(text: str) -> str:
-        """Say it again.
-
-        Args:
-            text: anything.
-        """
-        return text
-
-    def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-        return [float(sum(ids) % 11) for ids in completion_ids]
 
     trainer = GptOssGRPOTrainer(
         policy(args.width, len(tokenizer), args.device),

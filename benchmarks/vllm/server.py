@@ -101,20 +101,6 @@ def wait_for(server: subprocess.Popen, port: int, seconds: float) -> None:
     raise RuntimeError(f"The server does not listen after {seconds:g} s, or has ended ({server.poll()}): see its log.")
 
 
-def echo(text: str) -> str:
-    """Say it again.
-
-    Args:
-        text: anything.
-    """
-    return text
-
-
-def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    """Something that ids differ in."""
-    return [float(sum(ids) % 11) for ids in completion_ids]
-
-
 def build(args: argparse.Namespace, model: Any, tokenizer: Any, folder: str, port: int) -> Any:
     """The trainer of a case."""
     from datasets import Dataset
@@ -124,7 +110,7 @@ def build(args: argparse.Namespace, model: Any, tokenizer: Any, folder: str, por
     transport, _, replay = args.case.partition("_")
     trainer = GptOssGRPOTrainer(
         model,
-        reward,
+        h200.reward,
         GptOssGRPOConfig(
             folder,
             use_vllm=True,
@@ -147,7 +133,7 @@ def build(args: argparse.Namespace, model: Any, tokenizer: Any, folder: str, por
         ),
         Dataset.from_list(h200.QUESTIONS),
         processing_class=tokenizer,
-        tools=[echo],
+        tools=[h200.echo],
     )
     trainer._engine.turn_format = h200.FirstTurnCalls(trainer._engine.turn_format)
     trainer._engine.stop_ids = list(range(model.config.vocab_size))
