@@ -9,6 +9,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 NAME = "gptoss_fused"
 
 _LAZY = {
+    "active_products": "compiled",
+    "selftest": "checks",
+    "set_experts_products": "compiled",
     "fused_elementwise": "elementwise",
     "fused_experts": "function",
     "fuse_expert_lora": "lora",
@@ -18,15 +21,20 @@ _LAZY = {
 
 __all__ = [
     "NAME",
+    "active_products",
     "fuse_expert_lora",
     "fused_elementwise",
     "fused_experts",
     "register",
+    "selftest",
+    "set_experts_products",
     "set_experts_token_chunk",
     "tune_experts",
 ]
 
 if TYPE_CHECKING:
+    from .checks import selftest
+    from .compiled import active_products, set_experts_products
     from .elementwise import fused_elementwise
     from .forward import set_experts_token_chunk
     from .function import fused_experts

@@ -1,4 +1,4 @@
-"""Forward and backward of the experts on CUDA, out of the Triton kernels.
+"""Forward and backward of the experts on CUDA, out of the Triton kernels and the grouped products compiled for Hopper.
 
 Shape legend: T tokens, k = top_k, M = T * k assignments, H hidden, I intermediate, R rank of an adapter.
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import kernels_decode
+from . import compiled, kernels_decode
 from .kernels_gate import gate_backward
 from .kernels_gemm import grouped_gemm
 from .kernels_route import sort_by_expert
@@ -26,6 +26,7 @@ from .tuning import TileConfig, cdiv, low_rank_config, low_rank_wgrad_config, ti
 # Rows of the second product wait in a buffer until the k rows of a token are summed. Wide inputs do it in blocks of
 # columns so that the buffer stays below a third of its full size; small ones in one launch.
 _COLUMN_BLOCK = 1024
+_COMPILED_COLUMN_BLOCK = 960  # five tiles of the compiled product
 _SMALL_BUFFER = 64 * 2**20
 # Columns of one sorted copy for the weight gradient of the first product, which reads the other operand once for every
 # copy.
@@ -96,6 +97,25 @@ def gathered_product(
         )
 
 
+def _product(
+    kernel: str, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, **options: Any
+) -> None:
+    """One grouped product, compiled or by Triton. Further `options` are those of `grouped_gemm`."""
+    M, experts = order.numel(), b.shape[0]
+    low_rank = options.pop("low_rank", None)
+    results = [options.get(name) for name in ("out", "gated", "bias")]
+    if low_rank is None and compiled.takes(kernel, M, a, b, *results, weight=options.get("weight")):
+        compiled.product(kernel, a, b, offsets, order=order, **options)
+        return
+    config = tile_config(kernel, M, experts, a)
+    kind = compiled.KINDS[kernel]
+    options |= {"transpose_b": kind["transpose_b"], "low_rank": low_rank}
+    if kind["gather"]:
+        gathered_product(a, b, order, offsets, config, **options)
+    else:
+        grouped_gemm(a, b, offsets, config, order=order, scatter=kind["scatter"], **options)
+
+
 def first_product(
     x: torch.Tensor,
     index: torch.Tensor,
@@ -112,14 +132,13 @@ def first_product(
     low = None
     if params.lora_up_in is not None:
         low = _low_rank(x, params.lora_up_in, order, offsets, top_k, gather=True), params.lora_up_out
-    config = tile_config("up" if keep else "up_eval", M, experts, x)
     gate_up = x.new_empty(M, width) if keep else None
-    gathered_product(
+    _product(
+        "up" if keep else "up_eval",
         x,
         params.gate_up,
-        order,
         offsets,
-        config,
+        order,
         top_k=top_k,
         out=gate_up,
         gated=hidden,
@@ -168,18 +187,18 @@ def from_hidden(
     if params.lora_down_in is not None:
         low = _low_rank(hidden, params.lora_down_in, saved.order, saved.offsets, top_k), params.lora_down_out
     out = hidden.new_empty(tokens, width)
-    blocks = _column_blocks(M, width, hidden)
+    takes = low is None and compiled.takes("down", M, hidden, params.down, params.down_bias, weight=weight)
+    blocks = _column_blocks(M, width, hidden, _COMPILED_COLUMN_BLOCK if takes else None)
     buffer = hidden.new_empty(M, blocks[0][1])
     for begin, end in blocks:
-        grouped_gemm(
+        _product(
+            "down",
             hidden,
             params.down,
             saved.offsets,
-            tile_config("down", M, experts, hidden),
+            saved.order,
             top_k=top_k,
-            out=buffer,
-            order=saved.order,
-            scatter=True,
+            out=buffer[:, : end - begin],
             bias=params.down_bias,
             weight=weight,
             low_rank=low,
@@ -221,6 +240,9 @@ def backward(
     def wgrad(kernel: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **padded: bool) -> None:
         if kernel == "low":
             config = low_rank_wgrad_config(out.shape[1], out.shape[2])
+        elif into is None and compiled.takes(kernel, M, a, b, out):
+            compiled.wgrad(a, b, out, offsets, **padded)
+            return
         else:
             config = tile_config(kernel, M, experts, x)
         grouped_wgrad(a, b, out, offsets, config, accumulate=into is not None, **padded)
@@ -229,7 +251,7 @@ def backward(
     if params.lora_down_in is not None:
         thin = _low_rank(grad, params.lora_down_out, order, offsets, top_k, gather=True, transpose=True)
     d_hidden = x.new_empty(M, intermediate)
-    product = {"top_k": top_k, "out": d_hidden, "transpose_b": True}
+    product: dict[str, Any] = {"top_k": top_k, "out": d_hidden}
     if thin is not None:
         product["low_rank"] = thin, params.lora_down_in.transpose(1, 2).contiguous()
     partial = copy = None
@@ -238,11 +260,9 @@ def backward(
     if needs.down:  # one sorted copy for this product and the weight gradient
         copy = grad.new_empty(padded_rows(M, experts), grad.shape[1])
         gather_rows(grad, order, offsets, top_k, out=copy, weight=weight, partial=partial)
-        config = tile_config("grad_hidden_sorted", M, experts, x)
-        grouped_gemm(copy, params.down, offsets, config, order=order, padded_a=True, **product)
+        _product("grad_hidden_sorted", copy, params.down, offsets, order, padded_a=True, **product)
     else:
-        config = tile_config("grad_hidden", M, experts, x)
-        gathered_product(grad, params.down, order, offsets, config, **product)
+        _product("grad_hidden", grad, params.down, offsets, order, **product)
     need_hidden = needs.down or needs.lora_down_in or needs.lora_down_out
     dots, bias_partial = gate_backward(
         saved.gate_up,
@@ -293,17 +313,8 @@ def backward(
     d_x = None
     if needs.x:
         rows = x.new_empty(M, x.shape[1])
-        grouped_gemm(
-            d_gate_up,
-            params.gate_up,
-            offsets,
-            tile_config("grad_input", M, experts, x),
-            top_k=top_k,
-            out=rows,
-            order=order,
-            scatter=True,
-            transpose_b=True,
-            low_rank=low_rank,
+        _product(
+            "grad_input", d_gate_up, params.gate_up, offsets, order, top_k=top_k, out=rows, low_rank=low_rank
         )
         d_x = torch.empty_like(x)
         combine(rows, index, d_x, experts)

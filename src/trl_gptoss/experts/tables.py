@@ -5,6 +5,20 @@ presort, narrow (trailing defaults left out). Measured with `tune_experts`; the 
 chosen by inference instead, are in `benchmarks/experts/`.
 """
 
+# Smallest mean rows per expert, rounded to a power of two, from which a product compiled for Hopper takes the place of Triton's.
+# Only 1024 is measured (E=128, 32768 tokens; `benchmarks/experts/cuda_h200.csv`); 4096 follows by inference. Below, tiles of 384
+# rows (two blocks of 192) would stay partly empty.
+COMPILED_FROM: dict[str, int] = {
+    "up": 1024,
+    "up_eval": 1024,
+    "down": 1024,
+    "grad_hidden": 1024,
+    "grad_hidden_sorted": 1024,
+    "grad_input": 1024,
+    "wgrad_up": 1024,
+    "wgrad_down": 1024,
+}
+
 TABLES: dict[str, dict[str, dict[int, tuple]]] = {
     "NVIDIA H200": {
         "up": {
