@@ -195,6 +195,93 @@ def test_narrow_tiles(monkeypatch: pytest.MonkeyPatch, hidden: int, widths: set[
     assert used == widths
 
 
+class StandIn:
+    """The operators of the compiled products by their contract, row by row, and the names of what was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def _spans(self, offsets, padded):
+        """First row in the sorted order, first row in an operand and count of every expert."""
+        from trl_gptoss.experts.tiles import PAD
+
+        bounds, place = offsets.tolist(), 0
+        for begin, end in zip(bounds, bounds[1:]):
+            yield begin, place if padded else begin, end - begin
+            place += -(-(end - begin) // PAD) * PAD
+
+    def grouped_rows(
+        self, a, b, offsets, order, out, gated, bias, weight, top_k, gather, padded_a, scatter, transpose_b, begin, end,
+        alpha, limit,
+    ):  # fmt: skip
+        self.asked.append(
+            "transposed" * transpose_b + " gather" * gather + " padded" * padded_a + " scatter" * scatter
+        )
+        for e, (row, place, count) in enumerate(self._spans(offsets, padded_a)):
+            own = order[row : row + count].long()
+            rows = a[own // top_k] if gather else a[place : place + count]
+            result = rows.double() @ (b[e].T if transpose_b else b[e])[:, begin:end].double()
+            if bias is not None:
+                result += bias[e, begin:end]
+            if weight is not None:
+                result *= weight.reshape(-1)[own, None]
+            if out is not None:
+                out[own if scatter else slice(row, row + count)] = result.to(out.dtype)
+            if gated is not None:
+                gate, linear = result[:, ::2].clamp(max=limit), result[:, 1::2].clamp(-limit, limit)
+                gated[row : row + count] = ((linear + 1) * gate * torch.sigmoid(alpha * gate)).to(gated.dtype)
+
+    def grouped_wgrad(self, a, b, offsets, out, padded_a, padded_b):
+        self.asked.append("wgrad" + " a" * padded_a + " b" * padded_b)
+        spans = zip(self._spans(offsets, padded_a), self._spans(offsets, padded_b), strict=True)
+        for e, ((_, start_a, count), (_, start_b, _)) in enumerate(spans):
+            rows, others = a[start_a : start_a + count].double(), b[start_b : start_b + count].double()
+            out[e] = (rows.T @ others).to(out.dtype)
+
+
+@runnable
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("wide", [False, True])
+def test_compiled_products_are_called_as_they_want(monkeypatch: pytest.MonkeyPatch, adapted: bool, wide: bool) -> None:
+    """With a stand-in for the library, on ragged rows: values, and which product goes where."""
+    from types import SimpleNamespace
+
+    from trl_gptoss.experts import compiled, cuda_path, torch_path
+    from trl_gptoss.experts.params import Activation, ExpertParams, Needs
+
+    stand_in = StandIn()
+    monkeypatch.setattr(compiled, "takes", lambda *arguments, **options: True)
+    monkeypatch.setattr(compiled.loading, "kernels", lambda: SimpleNamespace(ops=stand_in, missing=None))
+    blocks = 1
+    if wide:
+        monkeypatch.setattr(cuda_path, "_SMALL_BUFFER", 0)
+        monkeypatch.setattr(cuda_path, "_COMPILED_COLUMN_BLOCK", 24)
+        monkeypatch.setattr(cuda_path, "_COPY_BLOCK", 24)
+        blocks = 2
+    inputs = case(37, 2, 3, 40, 48, 16 if adapted else 0, "foreign")
+    compare(inputs, 2e-5)
+    weights = ["wgrad b", *["wgrad a"] * blocks]
+    if adapted:  # whatever has a low-rank addition stays with Triton
+        assert stand_in.asked == weights
+        return
+    forward = [" gather", *[" scatter"] * blocks]
+    assert stand_in.asked == [*forward, *forward, "transposed padded", weights[0], "transposed scatter", *weights[1:]]
+    # frozen experts: the gradient of the hidden rows gathers the rows of the output's gradient
+    x, index, weight, params, grad = inputs
+    needs, activation = Needs(True, True, *[False] * 4), Activation(*ACTIVATION)
+    wide_params = ExpertParams(*(t if t is None else t.double() for t in params))
+    _, saved = cuda_path.forward(x, index, weight, params, activation, keep=True)
+    stand_in.asked.clear()
+    found = cuda_path.backward(grad, x, index, weight, params, activation, saved, needs)
+    assert stand_in.asked == ["transposed gather", "transposed scatter"]
+    _, kept = torch_path.forward(x.double(), index, weight.double(), wide_params, activation, keep=True)
+    oracle = torch_path.backward(
+        grad.double(), x.double(), index, weight.double(), wide_params, activation, kept, needs
+    )
+    for ours, theirs in ((found.x, oracle.x), (found.weight, oracle.weight)):
+        assert (ours.double() - theirs).norm() / theirs.norm() < 2e-5
+
+
 @pytest.mark.skipif(not HAS_TRITON, reason="needs the triton package")
 def test_ragged_descriptor_is_that_of_triton() -> None:
     from triton.tools.ragged_tma import create_ragged_descriptor

@@ -13,9 +13,9 @@ struct RowsCall {
     int const* offsets;  // (experts + 1,)
     int experts, columns, contraction;
     bool padded_a;
-    void* out;  // may be null for the first product
+    void* out;
     int64_t out_pitch;
-    void* gated;  // of the first product
+    void* gated;  // of the first product, which writes either or both
     int64_t gated_pitch;
     void const* bias;  // may be null
     int64_t bias_pitch;
@@ -38,6 +38,7 @@ struct WgradCall {
 
 // Null on success, otherwise a message (static storage).
 char const* first_launch(RowsCall const& call, cudaStream_t stream);
+char const* first_sorted_launch(RowsCall const& call, cudaStream_t stream);  // of rows in order: a copy was made
 char const* second_launch(RowsCall const& call, cudaStream_t stream);
 char const* grad_hidden_launch(RowsCall const& call, cudaStream_t stream);
 char const* grad_hidden_gathered_launch(RowsCall const& call, cudaStream_t stream);

@@ -249,12 +249,12 @@ __device__ __forceinline__ void produce_gathered(Params const& p, CUtensorMap co
     Walk<C> at;
     for (; at.find(p); at.next()) {
         int const steps = at.steps(p);
-        int source[kCopies];
+        int source[kCopies];  // all loads first, without branches: one latency, not twelve
+        int const row = at.start + at.row + first;
 #pragma unroll
-        for (int i = 0; i < kCopies; ++i) {
-            int const row = at.start + at.row + first + 16 * i;
-            source[i] = row < at.end ? __ldg(p.order + row) / p.top_k : -1;
-        }
+        for (int i = 0; i < kCopies; ++i) source[i] = __ldg(p.order + min(row + 16 * i, at.end - 1));
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) source[i] = row + 16 * i < at.end ? source[i] / p.top_k : -1;
         for (int step = 0; step < steps; ++step) {
             int const k = step * kStep, column = k + 8 * chunk;
             mbar_wait(&empty[stage], phase);
@@ -386,7 +386,7 @@ __device__ __forceinline__ void finish(Params const& p, Walk<C> const& at, float
         }
         bf16* const out = p.out + (C::kWeightGradient ? at.expert * p.expert_pitch : 0) + place * p.pitch + at.column;
         if (C::kEpilogue != kGated || p.out != nullptr) store_row<kBlocks>(d, half, out, valid, columns, lane);
-        if constexpr (C::kEpilogue == kGated)
+        if (C::kEpilogue == kGated && p.gated != nullptr)
             store_gated<kBlocks>(d, half, p.gated + place * p.gated_pitch + at.column / 2, valid, columns, lane, p.alpha, p.limit);
     }
 }

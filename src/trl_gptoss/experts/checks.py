@@ -33,11 +33,15 @@ def selftest(device: torch.device | str | None = None) -> dict[str, float]:
         return (torch.randn(shape, generator=generator) * scale).to(device, dtype)
 
     E, H, I = 2, 208, 272  # noqa: E741
-    params = ExpertParams(normal(E, H, 2 * I, scale=H**-0.5), normal(E, 2 * I), normal(E, I, H, scale=I**-0.5), normal(E, H))
+    params = ExpertParams(
+        normal(E, H, 2 * I, scale=H**-0.5), normal(E, 2 * I), normal(E, I, H, scale=I**-0.5), normal(E, H)
+    )
     index = torch.rand(tokens, E, generator=generator).argsort(1).to(device)
     weight = torch.rand(tokens, E, generator=generator).to(device, dtype)
     x, grad = normal(tokens, H), normal(tokens, H)
-    got = _run(lambda *t: fused_experts(*t[:1], index, t[1], ExpertParams(*t[2:]), _ACTIVATION), x, weight, params, grad)
+    got = _run(
+        lambda *t: fused_experts(*t[:1], index, t[1], ExpertParams(*t[2:]), _ACTIVATION), x, weight, params, grad
+    )
     want = _run(
         lambda *t: _formula(*t[:1], index.cpu(), t[1], ExpertParams(*t[2:])),
         *(t.double().cpu() for t in (x, weight)),

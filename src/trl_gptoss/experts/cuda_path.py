@@ -313,9 +313,7 @@ def backward(
     d_x = None
     if needs.x:
         rows = x.new_empty(M, x.shape[1])
-        _product(
-            "grad_input", d_gate_up, params.gate_up, offsets, order, top_k=top_k, out=rows, low_rank=low_rank
-        )
+        _product("grad_input", d_gate_up, params.gate_up, offsets, order, top_k=top_k, out=rows, low_rank=low_rank)
         d_x = torch.empty_like(x)
         combine(rows, index, d_x, experts)
         del rows
