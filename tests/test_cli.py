@@ -114,6 +114,7 @@ def test_env_is_what_a_bug_report_needs(capsys, monkeypatch):
         label: value.strip() for label, value in (re.split(r"\s{2,}", line, maxsplit=1) for line in out.splitlines())
     }
     assert lines["transformers"] == transformers.__version__ and lines["TRL_GPTOSS_ATTENTION"] == "reference"
+    assert "grad_input: " in lines["experts"]
     assert lines["attention"].startswith("reference on ") and lines["attention: reference"] == "usable"
     for label in (
         "platform",

@@ -12,6 +12,7 @@ import torch
 from .attention import backends, loading
 from .environments.bubblewrap import BubblewrapExecutor
 from .environments.executor import ExecutorUnavailable
+from .experts import active_products
 from .hub.scrub import redact
 
 PACKAGES = (
@@ -111,6 +112,15 @@ def _attention() -> dict[str, str]:
     return info | {"kernel library": found.source if found.missing is None else found.missing}
 
 
+def _experts() -> dict[str, str]:
+    """What computes the grouped products of `gptoss_fused` here."""
+    try:
+        products = active_products()
+    except ValueError as error:  # a choice that does not exist
+        return {"experts": f"none: {error}"}
+    return {"experts": "; ".join(f"{name}: {what}" for name, what in products.items())}
+
+
 def _sandbox() -> str:
     executor = BubblewrapExecutor()
     try:
@@ -123,12 +133,13 @@ def _sandbox() -> str:
 
 
 def system_info() -> dict[str, str]:
-    """Label to value: platform, devices, attention backends, sandbox, variables, and the version of every package that
+    """Label to value: platform, devices, attention backends, experts, sandbox, variables, and the version of every package that
     matters."""
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
     info = {
         **_machine(),
         **_attention(),
+        **_experts(),
         "sandbox": _sandbox(),
         **{package: _version(package) for package in PACKAGES},
         **variables,
