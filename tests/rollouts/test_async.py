@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def call_thrice(prompt, rng):
     return [5, CALL] if prompt.count(7) < 3 else [6, RETURN]
 
 
-def run(batch, backend, max_turns=None, max_seconds=None, any_rank=lambda here: here, **limits):
+def run(batch, backend, max_turns=None, max_seconds=None, any_rank=lambda here: here, wait_for_tools=False, **limits):
     limits = RolloutLimits(
         **{
             "max_turns": max_turns,
@@ -61,7 +62,7 @@ def run(batch, backend, max_turns=None, max_seconds=None, any_rank=lambda here: 
     )
     runner = ToolRunner(output_limit=300, max_concurrent=8)
     start = time.monotonic()
-    run_episodes(batch, backend, PlainFormat(), runner, limits, STOP, any_rank)
+    run_episodes(batch, backend, PlainFormat(), runner, limits, STOP, any_rank, wait_for_tools=wait_for_tools)
     return time.monotonic() - start
 
 
@@ -340,3 +341,17 @@ def test_a_wave_waits_for_tools_that_are_nearly_done_and_not_for_others():
     assert max(len(calls) for calls in backend.calls[1:]) > 1  # quick tools come back into one batch
     stream = WaveStream(backend, lambda here: here)
     assert 0 < stream.patience <= 0.1
+
+
+@pytest.mark.parametrize("wait_for_tools", [True, False])
+def test_a_whole_wave_is_the_same_however_long_tools_take(wait_for_tools):
+    waves = []
+    for slowest in (0, 5):
+        batch = episodes([partial(time.sleep, 0.3 if i == slowest else 0.01 * (6 - i)) for i in range(6)])
+        backend = ScriptedBackend(call_thrice)
+        run(batch, backend, wait_for_tools=wait_for_tools)
+        waves.append([[prompt[0] for prompt, _, _ in wave] for wave in backend.calls])
+    if wait_for_tools:
+        assert waves[0] == waves[1] == [list(range(6))] * 4
+    else:  # control
+        assert waves[0] != waves[1]

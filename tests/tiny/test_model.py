@@ -1,6 +1,7 @@
 """Every feature of GPT-OSS is on in the tiny model, and the wide vocabulary is what the warm start assumed."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -8,7 +9,14 @@ import torch
 from trl_gptoss.tiny.demonstrations import Demonstration
 from trl_gptoss.tiny.model import special_ids, tiny_config, tiny_generation_config, tiny_model, widen_vocabulary
 from trl_gptoss.tiny.tokenizer import byte_tokenizer
-from trl_gptoss.tiny.warm_start import CONTEXT_WEIGHT, WarmStart, collate, train, weighted_loss
+from trl_gptoss.tiny.warm_start import (
+    CONTEXT_WEIGHT,
+    WarmStart,
+    collate,
+    deterministic_algorithms,
+    train,
+    weighted_loss,
+)
 
 SPECIAL = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
 
@@ -118,3 +126,42 @@ def test_training_lowers_the_loss():
 
     losses = train(tiny_model(tiny_config(40, SPECIAL), seed=0), stream(), WarmStart(steps=15, batch_size=2))
     assert len(losses) == 15 and losses[-1] < 0.5 * losses[0]
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def long_conversations():
+    numbers = random.Random(0)
+    while True:
+        yield Demonstration(ids=numbers.choices(range(3, 40), k=60), policy_mask=[1] * 60)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_two_warm_starts_on_two_threads_are_equal_bit_for_bit():
+    """Without `deterministic_algorithms` each of 3 further runs has other weights than the first, whichever way it is run."""
+
+    def weights():
+        model = tiny_model(tiny_config(40, SPECIAL), seed=0)
+        train(model, long_conversations(), WarmStart(steps=2, batch_size=32))
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    first = weights()
+    assert all(torch.equal(weights(), first) for _ in range(3))
+
+
+@pytest.mark.parametrize("before, inside", [(0, 1), (1, 1), (2, 2)])
+def test_the_setting_of_torch_comes_back_after_an_exception(before, inside):
+    torch.set_deterministic_debug_mode(before)
+    try:
+        with pytest.raises(ZeroDivisionError), deterministic_algorithms():
+            assert torch.get_deterministic_debug_mode() == inside
+            1 / 0  # noqa: B018
+        assert torch.get_deterministic_debug_mode() == before
+    finally:
+        torch.set_deterministic_debug_mode(0)

@@ -41,6 +41,7 @@ def test_budgets_have_two_names_and_one_value():
         ({"max_rollout_seconds": 0.0}, "max_rollout_seconds is 0.0"),
         ({"tool_output_limit": 3}, "tool_output_limit is 3, it must be at least 128"),
         ({"max_concurrent_tools": 0}, "max_concurrent_tools"),
+        ({"wait_for_tools": True, "use_vllm": True}, "Remove one of wait_for_tools and use_vllm"),
         ({"on_policy_check_steps": -1}, "on_policy_check_steps"),
         ({"log_trajectories": -1}, "log_trajectories"),
         ({"prompt_date": "3 March"}, "YYYY-MM-DD"),

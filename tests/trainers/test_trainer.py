@@ -17,6 +17,7 @@ from scripted_backend import HarmonyWriter, ScriptedBackend
 from tiny_policy import byte_tokenizer, tiny_model
 from transformers import (
     AutoConfig,
+    GptOssForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -728,7 +729,7 @@ def test_settings_that_cannot_work_are_refused(tmp_path):
     with pytest.raises(ValueError, match="Several tools are called add"):
         build(tmp_path, tools=[add, functools.wraps(add)(lambda a, b: a - b)])
     with pytest.raises(ValueError, match=r"Counter\.up and one of `tools` have one name"):
-        build(tmp_path, tools=[functools.wraps(Counter.up)(lambda a: a)], environment_factory={"a": Counter})
+        build(tmp_path, tools=[functools.wraps(Counter.up)(lambda a: a)], environment_factory={"a": lambda: Counter()})
     with pytest.raises(ValueError, match="has only 200 rows"):
         build(tmp_path, model=tiny_model(vocab_size=200, pad_token_id=0))
     with pytest.raises(ValueError, match="lists of messages"):
@@ -740,6 +741,21 @@ def test_template_arguments_are_for_reward_models_only(tmp_path):
     with pytest.raises(ValueError, match="chat_template_kwargs={'reasoning_effort': 'low'} has no effect"):
         check_template_kwargs(args, ["judge"])
     check_template_kwargs(config(tmp_path, chat_template_kwargs={"enable_thinking": False}), ["judge"])
+
+
+@pytest.mark.parametrize("factory", [Counter, functools.partial(Counter), {"a": Counter}])
+def test_tools_of_one_name_are_refused_before_the_model_is_loaded(tmp_path, monkeypatch, factory):
+    def load(*args, **kwargs):
+        raise AssertionError("the model is being loaded")
+
+    monkeypatch.setattr(GptOssForCausalLM, "from_pretrained", load)
+    folder = tmp_path / "model"
+    tiny_model().save_pretrained(folder)
+    up = functools.wraps(Counter.up)(lambda a: a)
+    with pytest.raises(ValueError, match=r"Counter\.up and one of `tools` have one name"):
+        build(tmp_path, model=str(folder), tools=[up], environment_factory=factory)
+    with pytest.raises(AssertionError, match="being loaded"):  # control
+        build(tmp_path, model=str(folder), environment_factory=factory)
 
 
 def test_a_rollout_function_of_the_user_goes_before_the_loop(tmp_path, capsys):

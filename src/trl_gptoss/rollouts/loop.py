@@ -112,6 +112,7 @@ def run_episodes(
     stop_ids: list[int],
     any_rank_running: Callable[[bool], bool],
     router: RouterShape | None = None,
+    wait_for_tools: bool = False,
 ) -> None:
     """Run all episodes to their end, in place. Each goes on as soon as it can; none waits for another one's tools.
 
@@ -125,13 +126,17 @@ def run_episodes(
         any_rank_running (`Callable[[bool], bool]`): logical or over all ranks. Used twice per wave if the backend is
             collective, so that ranks whose rollouts have ended keep taking part.
         router ([`RouterShape`], *optional*): the backend has to report the experts of every sample.
+        wait_for_tools (`bool`, *optional*, defaults to `False`): see [`WaveStream`]; for a backend that samples in waves.
 
     Raises:
         ValueError: a prompt leaves no room for a completion in the context.
         RuntimeError: the backend sampled nothing at all.
         DamagedRouting: the experts it reports cannot be those it used.
     """
-    _Run(episodes, backend, turn_format, tools.session(), limits, stop_ids, any_rank_running, router).to_the_end()
+    stream = backend if isinstance(backend, SampleStream) else WaveStream(backend, any_rank_running, wait_for_tools)
+    _Run(
+        episodes, backend, stream, turn_format, tools.session(), limits, stop_ids, any_rank_running, router
+    ).to_the_end()
 
 
 class _Run:
@@ -141,6 +146,7 @@ class _Run:
         self,
         episodes: list[Episode],
         backend: GenerationBackend,
+        stream: SampleStream,
         turn_format: TurnFormat,
         tools: ToolSession,
         limits: RolloutLimits,
@@ -150,7 +156,7 @@ class _Run:
     ) -> None:
         self.episodes = episodes
         self.backend = backend
-        self.stream = backend if isinstance(backend, SampleStream) else WaveStream(backend, any_rank_running)
+        self.stream = stream
         self.stream.reset()
         self.turn_format = turn_format
         self.tools = tools

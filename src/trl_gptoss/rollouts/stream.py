@@ -42,11 +42,11 @@ class SampleStream(Protocol):
     """Takes requests while it samples. Used from one thread.
 
     `waiting` is the number of requests without a sample so far, `patience` the seconds for which it is worth to wait for
-    more requests before the next `poll`.
+    more requests before the next `poll`; `None`: until no tool runs any more.
     """
 
     waiting: int
-    patience: float
+    patience: float | None
 
     def submit(self, key: int, request: SampleRequest) -> None:
         """Add a request; `key` names it in `poll`."""
@@ -67,12 +67,15 @@ class WaveStream:
     Args:
         backend ([`GenerationBackend`]): what samples.
         any_rank (`Callable[[bool], bool]`): logical or over all ranks, used if the backend is collective.
+        whole (`bool`, *optional*, defaults to `False`):
+            Each wave waits for all tools: what is in it does not depend on how long they take.
     """
 
-    def __init__(self, backend: GenerationBackend, any_rank: Callable[[bool], bool]) -> None:
+    def __init__(self, backend: GenerationBackend, any_rank: Callable[[bool], bool], whole: bool = False) -> None:
         self.backend = backend
         self.any_rank = any_rank
-        self.patience = _LEAST_PATIENCE
+        self.whole = whole
+        self.patience = None if whole else _LEAST_PATIENCE
         self._queued: dict[int, SampleRequest] = {}
 
     @property
@@ -87,14 +90,16 @@ class WaveStream:
         """See [`SampleStream.poll`]: one wave. A collective backend is called on all ranks if any has a request."""
         if not (self.any_rank(bool(self._queued)) if self.backend.collective else self._queued):
             return []
-        wave, self._queued = self._queued, {}
+        # By their keys: the order in which tools return must not move a row of the batch, and with it a last bit.
+        wave, self._queued = dict(sorted(self._queued.items())), {}
         start = time.monotonic()
         samples = self.backend.generate(
             [r.prompt for r in wave.values()],
             [r.max_new_tokens for r in wave.values()],
             [r.sampling for r in wave.values()],
         )
-        self.patience = min(max(_PATIENCE * (time.monotonic() - start), _LEAST_PATIENCE), _MOST_PATIENCE)
+        if not self.whole:
+            self.patience = min(max(_PATIENCE * (time.monotonic() - start), _LEAST_PATIENCE), _MOST_PATIENCE)
         return list(zip(wave, samples, strict=True))
 
     def reset(self) -> None:

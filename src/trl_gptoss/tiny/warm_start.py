@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -69,10 +70,26 @@ def weighted_loss(
     return (losses * weights).sum() / weights.sum()
 
 
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """torch's deterministic algorithms inside, the setting from before afterwards.
+
+    On several threads of a CPU the gradient of `bias[expert]` in transformers' `grouped_mm` is otherwise added up in the order in
+    which the threads come, which is another one in every run. Warns where torch has no deterministic algorithm.
+    """
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode(max(before, 1))
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+@deterministic_algorithms()
 def train(
     model: GptOssForCausalLM, demonstrations: Iterator[Demonstration], settings: WarmStart, n_absent: int = 0
 ) -> list[float]:
-    """Train `model` in place.
+    """Train `model` in place; the same on the same machine with the same number of threads, bit for bit.
 
     Args:
         model (`GptOssForCausalLM`): float32, on the CPU.

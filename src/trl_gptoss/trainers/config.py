@@ -56,6 +56,9 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, VllmRolloutConfig,
             Where the environment sets no `tool_output_limit` of its own.
         max_concurrent_tools (`int`, *optional*, defaults to `32`):
             Most tool calls that one process runs at the same time.
+        wait_for_tools (`bool`, *optional*, defaults to `False`):
+            The next turns of a batch are sampled when the tools of all its rollouts have returned: what is sampled together then
+            does not depend on how long tools take, and the last bit neither. Harmony rollouts by transformers' `generate` only.
         reasoning_effort (`str`, *optional*, defaults to `"medium"`):
             `"low"`, `"medium"` or `"high"` in the system message of Harmony prompts; a column `reasoning_effort` of
             the data set goes before it.
@@ -145,6 +148,10 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, VllmRolloutConfig,
     max_concurrent_tools: int = field(
         default=32,
         metadata={"help": "Most tool calls that one process runs at the same time."},
+    )
+    wait_for_tools: bool = field(
+        default=False,
+        metadata={"help": "Sample the next turns of a batch when all its tools have returned, so that runs repeat."},
     )
     reasoning_effort: Literal["low", "medium", "high"] = field(
         default="medium",
@@ -245,6 +252,11 @@ class GptOssGRPOConfig(RolloutCorrectionConfig, SavingConfig, VllmRolloutConfig,
         if self.max_rollout_seconds is not None and not 0 < self.max_rollout_seconds < math.inf:
             raise ValueError(
                 f"max_rollout_seconds is {self.max_rollout_seconds}, it must be positive and finite, or None for no limit."
+            )
+        if self.wait_for_tools and self.use_vllm:
+            raise ValueError(
+                "wait_for_tools=True is for rollouts that transformers' generate samples in waves; vLLM takes requests while it "
+                "samples, and what it samples together is its own choice. Remove one of wait_for_tools and use_vllm."
             )
         if self.prompt_date is not None:
             try:

@@ -26,6 +26,26 @@ def check_tool_names(tools: list[Callable]) -> None:
         )
 
 
+def check_environment_classes(
+    tools: list[Callable], factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None
+) -> None:
+    """`check_environment_tools` for factories that name their class; what others make is not known before they are called.
+
+    Raises:
+        ValueError: a method and a function of one name.
+    """
+    for each in factory.values() if isinstance(factory, dict) else [factory]:
+        while isinstance(each, functools.partial):
+            each = each.func
+        if inspect.isclass(each):
+            offered = [
+                method
+                for name, method in inspect.getmembers(each, predicate=inspect.isfunction)
+                if not name.startswith("_") and name not in ("reset", "get_reward")  # TRL's rule
+            ]
+            check_environment_tools(tools, offered)
+
+
 def check_environment_tools(tools: list[Callable], methods: list[Callable]) -> None:
     """The same of `tools` and the methods of an environment that go with them.
 

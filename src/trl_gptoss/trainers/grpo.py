@@ -46,7 +46,12 @@ from ..trajectory import Trajectory
 from .callbacks import RolloutProgressCallback, SyncAgainCallback
 from .config import GptOssGRPOConfig
 from .corrected_loss import CorrectionMixin
-from .environments import bind_environments, check_environment_tools, check_tool_names
+from .environments import (
+    bind_environments,
+    check_environment_classes,
+    check_environment_tools,
+    check_tool_names,
+)
 from .experts_options import check_experts_options, prepare_experts
 from .freezing import freeze
 from .guards import check_model
@@ -166,6 +171,7 @@ class GptOssGRPOTrainer(
             if rollout_func is None:
                 check_template_kwargs(args, reward_funcs if isinstance(reward_funcs, list) else [reward_funcs])
         check_tool_names(tools or ())
+        check_environment_classes(tools or (), environment_factory)
         environment_factory = bind_environments(environment_factory, args)
         self._before_loading(
             model, args, has_adapters=peft_config is not None or (not isinstance(model, str) and is_peft_model(model))

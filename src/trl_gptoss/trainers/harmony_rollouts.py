@@ -153,6 +153,7 @@ class HarmonyRollouts:
             self.stop_ids,
             self.any_rank_running,
             self.router,
+            self.args.wait_for_tools,
         )
         return episodes
 
