@@ -15,6 +15,8 @@ from trl_gptoss.trainers.sequence_options import _check_turns, check_corrected_p
 TOKENIZER = byte_tokenizer()
 DATA = Dataset.from_list([{"prompt": [{"role": "user", "content": f"say {i}"}]} for i in range(64)])
 ROWS = 4
+# Adam divides a gradient by its own size, and with it the rounding of a gradient that is all but zero.
+PLAIN_STEPS = {"optim": "sgd", "learning_rate": 0.1, "gradient_accumulation_steps": 2, "seed": 3}
 
 
 def build(tmp_path, **settings):
@@ -60,7 +62,7 @@ def weights_after(trainer) -> list[torch.Tensor]:
 
 
 def test_a_second_try_gives_the_weights_of_a_run_with_room(tmp_path):
-    settings = {"gradient_accumulation_steps": 2, "max_steps": 2, "seed": 3}
+    settings = {**PLAIN_STEPS, "max_steps": 2}
     expected = weights_after(build(tmp_path / "a", **settings))
     trainer = build(tmp_path / "b", oom_retries=3, **settings)
     seen = run_out(trainer, lambda tokens, _: tokens > 150)
@@ -68,21 +70,21 @@ def test_a_second_try_gives_the_weights_of_a_run_with_room(tmp_path):
     assert seen[0] > 150 and all(tokens <= 150 for tokens in seen[-2:])  # it did fail, and learned from it
     assert trainer.args.max_tokens_per_micro_batch <= 150
     for a, b in zip(expected, found, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-6)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=5e-7)
     steps = [entry for entry in trainer.state.log_history if "reward" in entry]
     assert len(steps) == 2 and all(entry["reward"] is not None for entry in steps)  # None: logged without a value
 
 
 def test_what_was_done_before_the_failure_does_not_count_twice(tmp_path):
     """The second of two parts fails once, behind the backward of the first."""
-    settings = {"max_tokens_per_micro_batch": 150, "gradient_accumulation_steps": 2, "seed": 3}
+    settings = {**PLAIN_STEPS, "max_tokens_per_micro_batch": 150}
     expected = weights_after(build(tmp_path / "a", **settings))
     trainer = build(tmp_path / "b", oom_retries=1, **settings)
     seen = run_out(trainer, lambda _, number: number == 4)
     found = weights_after(trainer)
     assert len(seen) > 5
     for a, b in zip(expected, found, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-6)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=5e-7)
 
 
 def test_what_an_attempt_has_changed_is_put_back(tmp_path):
@@ -170,11 +172,11 @@ def test_offloaded_checkpoints_give_the_same_weights(tmp_path, monkeypatch):
         made.append(CheckpointOffload(model, min_bytes=1))
 
     monkeypatch.setattr("trl_gptoss.trainers.grpo.CheckpointOffload", small_tensors_too)
-    settings = {"activation_checkpointing": True, "max_steps": 2, "seed": 3}
+    settings = {**PLAIN_STEPS, "activation_checkpointing": True, "max_steps": 2}
     expected = weights_after(build(tmp_path / "a", **settings))
     trainer = build(tmp_path / "b", activation_offloading=True, **settings)
     for a, b in zip(expected, weights_after(trainer), strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-6)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=5e-7)
     assert len(made) == 1 and made[0]._free  # buffers that were used, and are free again
     assert trainer._setup(64).activation_offloading
     with pytest.raises(ValueError, match="activation_checkpointing is False"):
