@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("compiled_h200.csv"))
     args = parser.parse_args()
+    set_experts_products("compiled")
     print(active_products(), selftest(), flush=True)
     if "triton" in active_products().values():
         raise SystemExit("no compiled products here")
@@ -43,7 +44,7 @@ def main() -> None:
     rows = Rows(args.out)
     for count in args.experts:
         fused, baseline = build("gptoss_fused", count), build("grouped_mm", count)
-        variants = {"grouped_mm": (baseline, "auto"), "triton": (fused, "triton"), "compiled": (fused, "auto")}
+        variants = {"grouped_mm": (baseline, "triton"), "triton": (fused, "triton"), "compiled": (fused, "compiled")}
         for tokens in args.tokens:
             for mode in args.modes:
                 x = torch.randn(1, tokens, 2880, device="cuda", dtype=torch.bfloat16)

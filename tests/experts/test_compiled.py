@@ -1,6 +1,10 @@
 """The products compiled for Hopper: when they are taken (CPU), and what they compute (Hopper)."""
 
+import functools
 import math
+import shutil
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +16,7 @@ from trl_gptoss.experts.tables import COMPILED_FROM
 from trl_gptoss.experts.tuning import KERNELS
 
 BF16 = torch.bfloat16
+PROJECT = Path(__file__).resolve().parents[2] / "kernels" / "sink_fa3"
 OPS = SimpleNamespace(grouped_rows=None, grouped_wgrad=None)
 
 
@@ -45,6 +50,8 @@ def test_every_product_has_a_threshold():
 
 
 def test_where_they_run(gpu, monkeypatch):
+    assert "not asked for" in compiled.unusable(gpu())
+    experts.set_experts_products("compiled")
     assert "this is cpu" in compiled.unusable(torch.device("cpu"))
     device = gpu()
     assert compiled.unusable(device) is None
@@ -53,11 +60,8 @@ def test_where_they_run(gpu, monkeypatch):
     assert set(experts.active_products("cpu").values()) == {"torch"}
     experts.set_experts_products("triton")
     assert set(experts.active_products(device).values()) == {"triton"}
-    monkeypatch.setenv(compiled.ENV, "triton")
-    experts.set_experts_products("auto")
-    assert compiled.unusable(device) is None
     experts.set_experts_products(None)
-    assert "Triton was asked for" in compiled.unusable(device)
+    assert "not asked for" in compiled.unusable(device)
     assert "SM80" in _unforced(monkeypatch, gpu(8, 0)) and "SM100" in _unforced(monkeypatch, gpu(10, 0))
     assert _unforced(monkeypatch, gpu(missing="no kernel library")) == "no kernel library"
     old = SimpleNamespace(fwd=None, grouped_rows=None)
@@ -65,12 +69,12 @@ def test_where_they_run(gpu, monkeypatch):
 
 
 def _unforced(monkeypatch, device) -> str:
-    monkeypatch.delenv(compiled.ENV, raising=False)
+    monkeypatch.setenv(compiled.ENV, "compiled")
     return compiled.unusable(device)
 
 
 def test_a_wrong_choice_is_refused(gpu, monkeypatch):
-    with pytest.raises(ValueError, match="must be one of auto, triton"):
+    with pytest.raises(ValueError, match="must be one of triton, compiled"):
         experts.set_experts_products("cuda")
     monkeypatch.setenv(compiled.ENV, "cuda")
     with pytest.raises(ValueError, match="TRL_GPTOSS_EXPERTS is 'cuda'"):
@@ -78,7 +82,8 @@ def test_a_wrong_choice_is_refused(gpu, monkeypatch):
 
 
 def test_which_products_are_taken(monkeypatch):
-    monkeypatch.setattr(compiled, "unusable", lambda device, dtype: None)
+    monkeypatch.setattr(compiled, "_missing", functools.cache(lambda device: None))
+    experts.set_experts_products("compiled")
     E, K, N, rows = 4, 64, 96, 4096
 
     def takes(rows=rows, a=None, b=None, out=None, weight=None, kernel="down"):
@@ -98,6 +103,65 @@ def test_which_products_are_taken(monkeypatch):
     assert not takes(a=torch.empty(8 * K + 1, dtype=BF16)[1:].view(8, K)), "an address that is no multiple of 16"
     assert takes(out=torch.empty(8, 2 * N, dtype=BF16)[:, :N]), "a block of columns"
     assert not takes(out=torch.empty(8, N + 4, dtype=BF16)[:, :N])
+    experts.set_experts_products("triton")
+    assert not takes()
+
+
+def test_what_was_asked_for_and_is_not_there_is_an_error():
+    a, b = torch.empty(8, 64, dtype=BF16), torch.empty(4, 64, 96, dtype=BF16)
+    assert not compiled.takes("down", 4096, a, b)
+    experts.set_experts_products("compiled")
+    with pytest.raises(RuntimeError, match="asked for .* this is cpu"):
+        compiled.takes("down", 4096, a, b)
+
+
+EMULATED = ("grouped.h", "grouped_kernel.cuh", "grouped_launch.cuh", "grouped_fwd.cu", "grouped_bwd.cu", "host.h")
+
+
+@pytest.fixture(scope="module")
+def emulation(tmp_path_factory):
+    """The shipped launcher and kernels, compiled for an emulation of two blocks on the CPU; called with a change to them."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+
+    def build(find: str = "", replace: str = "") -> list[str]:
+        folder = tmp_path_factory.mktemp("emulation")
+        for path in [*(PROJECT / "tests" / "emulation").iterdir(), *(PROJECT / "csrc" / name for name in EMULATED)]:
+            shutil.copy(path, folder)
+        kernel = folder / "grouped_kernel.cuh"
+        assert find in kernel.read_text()
+        kernel.write_text(kernel.read_text().replace(find, replace))
+        sources = ["grouped.cpp", "machine.cpp", "-x", "c++", "grouped_fwd.cu", "grouped_bwd.cu"]
+        subprocess.run(["g++", "-std=c++17", "-O2", "-I.", "-o", "grouped", *sources], cwd=folder, check=True)
+        return [str(folder / "grouped")]
+
+    return build
+
+
+@pytest.mark.timeout(300)
+def test_kernels_in_the_emulation(emulation):
+    """No deadlock, and the values of a plain loop, under random orders of threads, copies and products."""
+    program = emulation()
+    for name in ("ragged", "odd sizes", "nothing"):
+        done = subprocess.run([*program, "1", "all", name], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+        assert done.stdout.count("PASS") == 12, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("find", "replace", "message"),
+    [
+        ("kAhead = C::kStages - 2", "kAhead = C::kStages - 1", "deadlock"),
+        ("kGather ? 5 : 1", "kGather ? 4 : 1", "more arrivals"),
+        ("fence_proxy_async();", "", "WRONG"),
+        ("wgmma_wait<1>();", "wgmma_wait<2>();", "WRONG"),
+    ],
+)
+def test_the_emulation_can_fail(emulation, find, replace, message):
+    done = subprocess.run([*emulation(find, replace), "3", "first", "many steps"], capture_output=True, text=True)
+    assert done.returncode != 0 and message in done.stdout
 
 
 def test_the_self_test_passes_and_can_fail(monkeypatch):
@@ -120,6 +184,7 @@ def hopper(test):
 
 @pytest.fixture
 def library():
+    experts.set_experts_products("compiled")
     if why := compiled.unusable(torch.device("cuda", 0)):
         pytest.fail(why)
 
@@ -152,7 +217,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @hopper
-@pytest.mark.parametrize("kernel", ["up", "up_eval", "up_product_only", "up_copied", *list(compiled.KINDS)[2:]])
+@pytest.mark.parametrize("kernel", ["up", "up_eval", "up_product_only", *list(compiled.KINDS)[2:]])
 @pytest.mark.parametrize("name", CASES)
 def test_products_of_rows(library, kernel, name):
     torch.manual_seed(0)
@@ -161,8 +226,6 @@ def test_products_of_rows(library, kernel, name):
     ends, offsets, order, M = sorted_rows(counts, top_k)
     base = "up" if kernel.startswith("up") else kernel
     kind = dict(compiled.KINDS[base])
-    if kernel == "up_copied":  # what `gather_rows` made
-        kind["gather"] = False
     padded = kernel == "grad_hidden_sorted"
     spans = [slice(b, e) for b, e in zip(ends, ends[1:])]
     places, place = [], 0
@@ -170,7 +233,7 @@ def test_products_of_rows(library, kernel, name):
         places.append(place)
         place += -(-count // 64) * 64
     tokens = normal(M // top_k, K)
-    rows = tokens[order.long() // top_k] if kind["gather"] or kernel == "up_copied" else normal(M, K)
+    rows = tokens[order.long() // top_k] if kind["gather"] else normal(M, K)
     a = tokens if kind["gather"] else rows
     if padded:
         a = torch.full((place, K), float("nan"), device="cuda", dtype=BF16)
@@ -194,15 +257,11 @@ def test_products_of_rows(library, kernel, name):
         out = torch.full((M, N), GUARD, device="cuda", dtype=BF16)
         gated = torch.full((M, N // 2), GUARD, device="cuda", dtype=BF16)
         wanted = {"out": out} if kernel != "up_eval" else {}
-        if kernel in ("up", "up_eval", "up_copied"):
+        if kernel in ("up", "up_eval"):
             wanted |= {"gated": gated, "alpha": 1.702, "limit": 0.9}
         for begin, end in columns:
             part = wanted | ({"out": out[:, begin:end], "columns": (begin, end)} if kind["scatter"] else {})
-            if kernel == "up_copied":
-                arguments = (order, out, gated, bias, None, top_k, False, False, False, False, 0, N, 1.702, 0.9)
-                compiled.loading.kernels().ops.grouped_rows(a, b, offsets, *arguments)
-            else:
-                compiled.product(base, a, b, offsets, **options, **part)
+            compiled.product(base, a, b, offsets, **options, **part)
         return [out, gated]
 
     out, gated = run()
@@ -213,7 +272,7 @@ def test_products_of_rows(library, kernel, name):
         assert (out == GUARD).all()
     else:
         close(out[used], expected)
-    if kernel in ("up", "up_eval", "up_copied"):
+    if kernel in ("up", "up_eval"):
         gate, linear = expected[:, ::2].clamp(max=0.9), expected[:, 1::2].clamp(-0.9, 0.9)
         close(gated[: ends[-1]], (linear + 1) * gate * torch.sigmoid(1.702 * gate))
     for first, again in zip((out, gated), run()):

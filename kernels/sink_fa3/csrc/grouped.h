@@ -38,7 +38,6 @@ struct WgradCall {
 
 // Null on success, otherwise a message (static storage).
 char const* first_launch(RowsCall const& call, cudaStream_t stream);
-char const* first_sorted_launch(RowsCall const& call, cudaStream_t stream);  // of rows in order: a copy was made
 char const* second_launch(RowsCall const& call, cudaStream_t stream);
 char const* grad_hidden_launch(RowsCall const& call, cudaStream_t stream);
 char const* grad_hidden_gathered_launch(RowsCall const& call, cudaStream_t stream);

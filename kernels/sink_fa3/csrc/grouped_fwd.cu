@@ -7,10 +7,6 @@ char const* first_launch(RowsCall const& call, cudaStream_t stream) {
     return launch_rows<Config<3, 240, 4, kShareB, false, false, kGated, true>>(call, stream);
 }
 
-char const* first_sorted_launch(RowsCall const& call, cudaStream_t stream) {
-    return launch_rows<Config<3, 240, 4, kShareB, false, false, kGated>>(call, stream);
-}
-
 char const* second_launch(RowsCall const& call, cudaStream_t stream) {
     return launch_rows<Config<3, 192, 4, kShareB, false, false, kScattered>>(call, stream);
 }

@@ -11,8 +11,8 @@
 // (`ragged`, the wrap-around trick of triton.tools.ragged_tma). A warpgroup without rows multiplies nothing.
 #pragma once
 
+#include "cluster.cuh"
 #include "grouped.h"
-#include "ptx.cuh"
 
 namespace sink_fa3::grouped {
 
@@ -73,57 +73,6 @@ struct Config {
     static_assert(kABytes % 2048 == 0 && kBBytes % 2048 == 0, "halves start at multiples of 1024 bytes");
 };
 
-// ------------------------------------------------------------------------------------------------ clusters
-__device__ __forceinline__ uint32_t cluster_rank() {
-    uint32_t r;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-    return r;
-}
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-__device__ __forceinline__ void mbar_arrive_at(uint64_t* bar, uint32_t rank) {
-    asm volatile(
-        "{.reg .b32 a;\n"
-        "mapa.shared::cluster.u32 a, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [a];}" ::"r"(smem_addr(bar)),
-        "r"(rank)
-        : "memory");
-}
-template <bool kBoth>
-__device__ __forceinline__ void load_3d(uint32_t dst, CUtensorMap const* map, uint32_t bar, int c0, int c1, int c2) {
-    if constexpr (kBoth) {
-        asm volatile(
-            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-            "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(dst),
-            "l"(reinterpret_cast<uint64_t>(map)), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "h"(static_cast<uint16_t>(3))
-            : "memory");
-    } else {
-        asm volatile(
-            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(dst),
-            "l"(reinterpret_cast<uint64_t>(map)), "r"(bar), "r"(c0), "r"(c1), "r"(c2)
-            : "memory");
-    }
-}
-// `row` of the rows that end at `end` (there are `count` of them), see `encode_ragged`.
-template <bool kBoth>
-__device__ __forceinline__ void load_ragged(uint32_t dst, CUtensorMap const* map, uint32_t bar, int column, int row, int count, int end) {
-    int const x = kSlide - count + row;
-    if constexpr (kBoth) {
-        asm volatile(
-            "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-            "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(dst),
-            "l"(reinterpret_cast<uint64_t>(map)), "r"(bar), "r"(column), "r"(x), "r"(end), "r"(kSlide), "h"(static_cast<uint16_t>(3))
-            : "memory");
-    } else {
-        asm volatile(
-            "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
-                dst),
-            "l"(reinterpret_cast<uint64_t>(map)), "r"(bar), "r"(column), "r"(x), "r"(end), "r"(kSlide)
-            : "memory");
-    }
-}
-
 // ------------------------------------------------------------------------------------------------ tiles
 // Walks over the tiles of this block's cluster. All tiles of an expert come one after another, so that its matrix is read from
 // memory once; up to `group` of its row tiles share a column before the next column starts.
@@ -169,6 +118,12 @@ struct Walk {
 };
 
 // ------------------------------------------------------------------------------------------------ loads
+// `row` of the rows that end at `end` (there are `count` of them), see `encode_ragged`.
+template <bool kBoth>
+__device__ __forceinline__ void load_ragged(uint32_t dst, CUtensorMap const* map, uint32_t bar, int column, int row, int count, int end) {
+    load_4d<kBoth>(dst, map, bar, column, kSlide - count + row, end, kSlide);
+}
+
 template <typename C>
 __device__ __forceinline__ void load_b(Params const& p, Walk<C> const& at, CUtensorMap const* map, uint32_t b, uint32_t bar, int k) {
     constexpr bool kBoth = C::kShare == kShareB;
@@ -218,16 +173,6 @@ __device__ __forceinline__ void produce(Params const& p, CUtensorMap const* map_
             }
         }
     }
-}
-
-// 16 bytes, or zeros.
-__device__ __forceinline__ void copy_chunk(uint32_t dst, void const* src, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(there ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void copy_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // All 128 threads of the loading warpgroup. Eight of them copy the 128 bytes of a row, as TMA would swizzle them. A stage is
@@ -427,6 +372,7 @@ __device__ __forceinline__ void consume(Params const& p, uint32_t stages, uint64
         if (!active) {
             for (int step = 0; step < steps; ++step) {
                 mbar_wait(&full[stage], phase);
+                __syncwarp();  // a lane that has not yet looked must not find the next phase but one, and wait for ever
                 release<C>(&empty[stage]);
                 if (++stage == C::kStages) {
                     stage = 0;

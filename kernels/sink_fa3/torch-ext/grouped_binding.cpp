@@ -63,7 +63,6 @@ void grouped_rows(Tensor a, Tensor b, Tensor offsets, Tensor order, std::optiona
     bool const plain = !gated && !bias && !weight;
     bool const first = !transpose_b && !scatter && !weight && (out || gated);
     auto const launch = first && gather && !padded_a                                                 ? grouped::first_launch
-                        : first && !gather                                                          ? grouped::first_sorted_launch
                         : !transpose_b && !gather && scatter && !padded_a && !gated && out          ? grouped::second_launch
                         : transpose_b && gather && !scatter && !padded_a && plain && out            ? grouped::grad_hidden_gathered_launch
                         : transpose_b && !gather && !scatter && plain && out                        ? grouped::grad_hidden_launch

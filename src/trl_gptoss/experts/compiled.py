@@ -1,9 +1,8 @@
 """Which grouped products are those compiled for Hopper, and the calls to them; all others are Triton's.
 
 Shape legend: M sorted rows, E experts, K contraction, N columns. The operators are in the library of
-`attention.loading` (`trl-gptoss build-kernels`), the kernels in `kernels/sink_fa3/csrc/grouped_*`. What they do not take
-(other dtypes and GPUs, adapters, sums in fp32, few rows per expert, odd widths) stays with Triton, as everything does
-without the library and with `TRL_GPTOSS_EXPERTS=triton`.
+`attention.loading` (`trl-gptoss build-kernels`), the kernels in `kernels/sink_fa3/csrc/grouped_*`. They are used when `TRL_GPTOSS_EXPERTS=compiled` or `set_experts_products` asks for
+them. What they do not take (other dtypes, adapters, sums in fp32, few rows per expert, odd widths) stays with Triton.
 """
 
 import functools
@@ -16,7 +15,7 @@ from .tables import COMPILED_FROM
 from .tuning import bucket
 
 ENV = "TRL_GPTOSS_EXPERTS"
-CHOICES = ("auto", "triton")
+CHOICES = ("triton", "compiled")
 OPS = ("grouped_rows", "grouped_wgrad")
 
 # What tells one product of rows from another, compiled or not. Weight gradients have no entry.
@@ -36,8 +35,8 @@ def set_experts_products(choice: str | None) -> None:
     """Choose between compiled and Triton products for this process.
 
     Args:
-        choice (`str` or `None`): `"triton"` takes no compiled product, `"auto"` those that pay, `None` what
-            `TRL_GPTOSS_EXPERTS` says (default `"auto"`).
+        choice (`str` or `None`): `"triton"` takes no compiled product, `"compiled"` those for which `COMPILED_FROM`
+            has a threshold (an error where they cannot run), `None` what `TRL_GPTOSS_EXPERTS` says (default `"triton"`).
     """
     global _forced
     if choice is not None:
@@ -52,13 +51,13 @@ def _check(choice: str, what: str) -> str:
 
 
 def _choice() -> str:
-    return _forced or _check(os.environ.get(ENV) or "auto", ENV)
+    return _forced or _check(os.environ.get(ENV) or "triton", ENV)
 
 
 def unusable(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """Why no compiled product can run there, or None."""
+    """Why no compiled product is used there, or None."""
     if _choice() == "triton":
-        return "Triton was asked for"
+        return f"compiled products were not asked for ({ENV}=compiled)"
     if dtype != torch.bfloat16:
         return f"the compiled products take bfloat16, not {dtype}"
     return _missing(device)
@@ -87,14 +86,23 @@ def takes(kernel: str, rows: int, *operands: torch.Tensor | None, weight: torch.
         operands (`torch.Tensor` or `None`): What is read and written row by row: inputs, the matrices of the experts (or
             their gradient) as the only tensor of three dimensions, results.
         weight (`torch.Tensor`, *optional*): A factor for every row.
+
+    Raises:
+        `RuntimeError`: They were asked for and cannot run on this device.
     """
+    if _choice() == "triton":
+        return False
     tensors = [t for t in operands if t is not None]
     like = tensors[0]
     experts = next(t.shape[0] for t in tensors if t.dim() == 3)
     if bucket(rows, experts) < COMPILED_FROM[kernel]:  # first: small products must not wait for the host
         return False
-    if unusable(like.device, like.dtype) is not None:
+    if like.dtype != torch.bfloat16:
         return False
+    if (why := _missing(like.device)) is not None:
+        raise RuntimeError(
+            f"Compiled products of the experts were asked for ({ENV} or set_experts_products), but {why}."
+        )
     if weight is not None and not (weight.dtype == torch.bfloat16 and weight.is_contiguous()):
         return False
     return all(t.dtype == torch.bfloat16 and _aligned(t) for t in tensors)

@@ -5,7 +5,8 @@ presort, narrow (trailing defaults left out). Measured with `tune_experts`; the 
 chosen by inference instead, are in `benchmarks/experts/`.
 """
 
-# Smallest mean rows per expert, rounded to a power of two, from which a product compiled for Hopper takes the place of Triton's.
+# Smallest mean rows per expert, rounded to a power of two, from which a product compiled for Hopper takes the place of Triton's
+# where compiled ones are asked for.
 # Only 1024 is measured (E=128, 32768 tokens; `benchmarks/experts/cuda_h200.csv`); 4096 follows by inference. Below, tiles of 384
 # rows (two blocks of 192) would stay partly empty.
 COMPILED_FROM: dict[str, int] = {

@@ -1,0 +1,1 @@
+#include "ptx.cuh"
